@@ -1,0 +1,5 @@
+"""Rotary position embedding from float64 tables."""
+
+from megatron_rlzero.kernels.rotary.reference import apply_rotary, rotary_table
+
+__all__ = ["apply_rotary", "rotary_table"]

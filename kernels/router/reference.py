@@ -1,0 +1,35 @@
+"""Top-k routing: fp32 gate and scores, the lowest expert id on ties."""
+
+import torch
+from torch import Tensor
+
+from megatron_rlzero.kernels.linear import linear
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    """fp32 router logits [tokens, E] of x [tokens, H] and weight [E, H], whatever dtype those have."""
+    return linear(x.float(), weight.float())
+
+
+def top_k(logits: Tensor, k: int, renormalise: bool, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts, the ``k`` largest of each token, renormalised to sum to 1 if asked.
+
+    Args:
+        logits: fp32 [tokens, E].
+        scaling: factor on the chosen probabilities.
+
+    Returns:
+        probabilities fp32 [tokens, k] and expert ids int64 [tokens, k], both in ascending expert id.
+
+    Of equal scores the lower expert id is taken, whatever the library's sort does by default.
+    """
+    scores = torch.softmax(logits, dim=-1)
+    chosen = torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices[:, :k]
+    experts = chosen.sort(dim=-1).values
+    probabilities = scores.gather(1, experts)
+    if renormalise:
+        total = probabilities[:, 0]
+        for slot in range(1, k):
+            total = total + probabilities[:, slot]
+        probabilities = probabilities / total[:, None]
+    return probabilities * scaling, experts

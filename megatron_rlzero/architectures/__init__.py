@@ -1,0 +1,59 @@
+"""Model families: config translation, layer pattern and parameter table, one file each, one registry line each."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rlzero.architectures.rules import Rule
+
+#: model_type in config.json -> module of this package
+REGISTRY = {"qwen3_moe": "qwen3_moe"}
+KNOWN = tuple(REGISTRY)
+
+
+class Architecture(Protocol):
+    """What a family's module provides, for the dictionary ``hf`` of a config.json."""
+
+    def unsupported(self, hf: dict[str, Any]) -> list[str]:
+        """Lines that name the settings of this checkpoint which the family does not implement."""
+        ...
+
+    def transformer_config(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of Megatron's TransformerConfig that describe the model."""
+        ...
+
+    def layer_pattern(self, hf: dict[str, Any], stages: int) -> str:
+        """Megatron's hybrid layer pattern with its pipeline cuts."""
+        ...
+
+    def parameters(self, hf: dict[str, Any]) -> dict[str, Rule]:
+        """Megatron parameter, named with global layer and expert numbers -> rule."""
+        ...
+
+    def tensors(self, hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Hugging Face tensor -> shape, of the whole checkpoint."""
+        ...
+
+    def rope_theta(self, hf: dict[str, Any]) -> float:
+        """Base of the rotary embedding."""
+        ...
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face directory."""
+    return json.loads((Path(directory) / "config.json").read_text())
+
+
+def architecture(hf: dict[str, Any]) -> Architecture:
+    """The family of a config.json.
+
+    Raises:
+        ValueError: for a model_type that is not in the registry; lists those that are.
+    """
+    model_type = hf.get("model_type")
+    if model_type not in REGISTRY:
+        raise ValueError(f"model_type = {model_type!r} is not known; known are {', '.join(KNOWN)}")
+    return import_module(f"{__name__}.{REGISTRY[model_type]}")

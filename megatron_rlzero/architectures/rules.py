@@ -1,0 +1,124 @@
+"""How one Megatron parameter is made of Hugging Face tensors: a rule per kind, pure arithmetic on shapes.
+
+Every rule answers one question: which boxes of which tensors lie where in the shard of tensor-parallel rank r of n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from megatron_rlzero.resharding.layout import Box, Piece
+
+#: Megatron's vocabulary is padded to a multiple of this on every tensor-parallel rank.
+VOCABULARY_MULTIPLE = 128
+
+
+class Rule(Protocol):
+    """The content of one parameter."""
+
+    def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
+        """Pieces of shard ``rank`` of ``size`` in the local tensor ``local``; they never overlap."""
+        ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """One tensor, cut evenly along ``dim``, or whole on every rank where ``dim`` is None."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+
+    def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
+        box = Box.whole(self.shape)
+        if self.dim is not None:
+            step = _divide(self.shape[self.dim], size, self.tensor)
+            box = _rows(self.shape, self.dim, rank * step, (rank + 1) * step)
+        yield Piece(self.tensor, box, local, Box.whole(box.shape))
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors cut evenly along dimension 0, each rank's parts one under the other: [gate_r; up_r]."""
+
+    tensors: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
+        step = _divide(self.shape[0], size, self.tensors[0])
+        for i, tensor in enumerate(self.tensors):
+            box = _rows(self.shape, 0, rank * step, (rank + 1) * step)
+            yield Piece(tensor, box, local, _rows((0, *self.shape[1:]), 0, i * step, (i + 1) * step))
+
+
+@dataclass(frozen=True)
+class GroupedQKV:
+    """Query, key and value projections interleaved by KV group: [q heads of group 0, k 0, v 0, q heads of group 1, ..].
+
+    Tensor parallelism takes contiguous groups.
+    """
+
+    query: str
+    key: str
+    value: str
+    heads: int
+    groups: int
+    head_dim: int
+    rest: tuple[int, ...]
+    """Dimensions after the first: (hidden,) for weights, () for biases."""
+
+    def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
+        per_rank = _divide(self.groups, size, self.key)
+        d, queries = self.head_dim, self.heads // self.groups
+        at = 0
+        for group in range(rank * per_rank, (rank + 1) * per_rank):
+            for tensor, heads in ((self.query, queries), (self.key, 1), (self.value, 1)):
+                rows = heads * d
+                source = _rows((0, *self.rest), 0, group * rows, (group + 1) * rows)
+                yield Piece(tensor, source, local, _rows((0, *self.rest), 0, at, at + rows))
+                at += rows
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Rows of an embedding or output layer, padded to whole blocks on every rank; padding comes from no tensor."""
+
+    tensor: str
+    shape: tuple[int, ...]
+
+    def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
+        step = padded_vocab_size(self.shape[0], size) // size
+        start, stop = min(rank * step, self.shape[0]), min((rank + 1) * step, self.shape[0])
+        if start < stop:
+            yield Piece(self.tensor, _rows(self.shape, 0, start, stop), local, _rows(self.shape, 0, 0, stop - start))
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Smallest multiple of VOCABULARY_MULTIPLE times the tensor-parallel size that holds ``vocab_size``."""
+    multiple = VOCABULARY_MULTIPLE * tensor_parallel
+    return -(-vocab_size // multiple) * multiple
+
+
+def check_complete(pieces: list[Piece], tensors: dict[str, tuple[int, ...]]) -> None:
+    """Raises ValueError naming the first tensor of the checkpoint that ``pieces`` do not hold exactly once."""
+    held = dict.fromkeys(tensors, 0)
+    for piece in pieces:
+        held[piece.tensor] += piece.box.numel
+    for name, shape in tensors.items():
+        if held[name] != prod(shape):
+            raise ValueError(f"{name} has {prod(shape)} elements, the parameters hold {held[name]} of them")
+
+
+def _divide(n: int, size: int, tensor: str) -> int:
+    if n % size:
+        raise ValueError(f"{tensor}: {n} does not divide by a tensor-parallel size of {size}")
+    return n // size
+
+
+def _rows(shape: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
+    low, high = [0] * len(shape), list(shape)
+    low[dim], high[dim] = start, stop
+    return Box(tuple(low), tuple(high))

@@ -1,0 +1,150 @@
+"""The configuration: one dataclass tree, read from a YAML file and ``a.b=c`` overrides; the defaults are here.
+
+Parallel sizes carry Megatron's names. ``megatron_rlzero.validation.validate`` checks what types cannot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Model:
+    path: str = "???"
+    """Hugging Face directory with config.json, safetensors and tokenizer: the policy to start from."""
+    dtype: str = "fp32"
+    """fp32 | bf16: parameters and activations on both sides. With bf16 the optimizer keeps fp32 main parameters."""
+
+
+@dataclass
+class Optimizer:
+    lr: float = 2e-4
+    lr_decay_style: str = "constant"
+    """constant | cosine: after the warm-up."""
+    lr_warmup_updates: int = 10
+    min_lr: float = 0.0
+    """Where the cosine ends, at loop.updates."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    """Largest gradient norm; 0 turns clipping off."""
+    use_distributed_optimizer: bool = False
+    """Shard optimizer state over the data-parallel ranks."""
+
+
+@dataclass
+class Learner:
+    world_size: int = 2
+    """Number of learner ranks; tensor x pipeline x data parallel sizes."""
+    tensor_model_parallel_size: int = 1
+    """Sequence parallelism is on wherever this is above 1."""
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Refused: interleaved pipeline stages are not supported."""
+    expert_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    """Refused above 1 until it is exact."""
+    max_tokens_per_microbatch: int = 4096
+    """Responses are packed into microbatches of at most this many tokens; none is ever split."""
+    recompute: str = "none"
+    """none | selective | full: activations recomputed in the backward pass, as Megatron names them."""
+    moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    moe_router_bias_update_rate: float = 0.0
+    threads_per_rank: int = 1
+    """CPU threads of each learner rank."""
+    timeout_s: float = 600.0
+    """Deadline of one collective between learner ranks."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+
+@dataclass
+class RolloutConfig:
+    servers: int = 1
+    """vLLM servers to start as child processes; ignored where urls are given."""
+    urls: list[str] = field(default_factory=list)
+    """Attach to running servers instead, http://host:port each."""
+    port: int = 0
+    """First port for started servers, on loopback; 0 takes free ones."""
+    tensor_model_parallel_size: int = 1
+    temperature: float = 1.0
+    """Scales the logits on both sides. There is no top-p and no top-k: the objective needs full support."""
+    max_prompt_tokens: int = 64
+    max_response_tokens: int = 16
+    max_num_seqs: int = 256
+    """Sequences that one server decodes together."""
+    max_retries: int = 2
+    """How often a failed response is sampled again before it is recorded as failed."""
+    deadline_s: float = 600.0
+    """From the start of a response to its recording as failed, retries included."""
+    max_failed_fraction: float = 0.1
+    """The run stops when more than this fraction of an update's responses failed."""
+    threads_per_server: int = 1
+    """CPU threads of each server worker."""
+    cpu_kv_cache_gib: int = 1
+    startup_timeout_s: float = 300.0
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Further flags of vLLM's server by name, with dashes or underscores: {max-num-batched-tokens: 512}."""
+
+
+@dataclass
+class Refit:
+    every: int = 1
+    """Versions between two refits of the servers; at most loop.max_lag + 1."""
+    deadline_s: float = 120.0
+    """A server that has not taken the weights by then is detached."""
+
+
+@dataclass
+class Loop:
+    updates: int = 100
+    max_lag: int = 2
+    """No token is older than this many versions when it is trained on; 0 is synchronous."""
+    prompts_per_update: int = 128
+    samples_per_prompt: int = 1
+    advantage: str = "batch_mean"
+    """batch_mean | rloo | grpo | dr_grpo | reinforce_pp_baseline | none."""
+
+
+@dataclass
+class Evaluation:
+    every: int = 0
+    """Updates between held-out evaluations; 0 evaluates at the start and at the end only."""
+    prompts: int = 128
+    """Held-out prompts, the same each time."""
+
+
+@dataclass
+class Environment:
+    kind: str = "reasoning_gym"
+    """reasoning_gym | jsonl."""
+    task: str = ""
+    """reasoning_gym: name of the data set."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """reasoning_gym: keyword arguments of the data set."""
+    size: int = 20000
+    """reasoning_gym: number of training prompts; held-out prompts follow them in the data set."""
+    path: str = ""
+    """jsonl: file of {"problem": ..., "answer": ...} lines, graded by math-verify."""
+    eval_path: str = ""
+    """jsonl: file of held-out problems."""
+    prompt_template: str = "{problem}"
+    """What the user turn says; {problem} is the problem. The tokenizer's chat template goes around it."""
+
+
+@dataclass
+class Config:
+    run_dir: str = "???"
+    """Metrics, resolved configuration, best checkpoint and exported policy go here."""
+    seed: int = 1
+    """Of prompt order and sampling noise."""
+    model: Model = field(default_factory=Model)
+    learner: Learner = field(default_factory=Learner)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    refit: Refit = field(default_factory=Refit)
+    loop: Loop = field(default_factory=Loop)
+    eval: Evaluation = field(default_factory=Evaluation)
+    environment: Environment = field(default_factory=Environment)

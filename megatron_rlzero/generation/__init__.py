@@ -1,0 +1,1 @@
+"""The vLLM side: servers, their client, weights into them, reproducible sampling."""

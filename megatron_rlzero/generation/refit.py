@@ -1,0 +1,199 @@
+"""The learner's side of a refit: every rank sends its part of the new weights to every server, then they swap."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, Store, TCPStore
+
+from megatron_rlzero.generation import http
+from megatron_rlzero.generation.rendezvous import LOOPBACK, join, to_json
+from megatron_rlzero.resharding.layout import Layout, whole_tensors
+from megatron_rlzero.resharding.plan import Transfer, plan
+from megatron_rlzero.resharding.transport import execute
+
+#: as in generation/weight_transfer.py, which imports vLLM
+REFUSED = "refused the weights"
+#: seconds that a server's answer may come after the deadline of its own messages
+SLACK_S = 5.0
+
+
+@dataclass(frozen=True)
+class RefitStats:
+    """``seconds`` on this rank; ``bytes`` that all ranks sent to all servers; names of servers ``detached``."""
+
+    seconds: float
+    bytes: int
+    detached: tuple[str, ...]
+
+
+@dataclass
+class _Link:
+    """A server as this rank sees it; ``url`` is set on rank 0."""
+
+    name: str
+    url: str
+    workers: int
+    transfers: list[Transfer] = field(default_factory=list)
+    group: ProcessGroup | None = None
+    store: TCPStore | None = None
+
+
+class Refit:
+    """Pushes a learner's weights into vLLM servers; constructor and ``push`` are collective over learner ranks.
+
+    Args:
+        servers: (name, url, workers) each; rank 0's list counts, the other ranks may pass an empty one.
+        rank, world_size: of the learner.
+        layout: learner rank -> pieces; every rank passes the whole layout.
+        shapes: Hugging Face name -> shape, of every tensor of the checkpoint.
+        dtype: of every tensor, on both sides and on the wire.
+        store: the learner ranks' common store; None is enough for one rank.
+        deadline_s: for the rendezvous, and for one push to one server.
+
+    Raises:
+        ValueError: the layout lacks elements of a tensor, or a server is not on this machine's loopback.
+        RuntimeError: a server refuses the plan, or was not there in time.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[tuple[str, str, int]],
+        rank: int,
+        world_size: int,
+        layout: Layout,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        store: Store | None,
+        deadline_s: float,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.shapes, self.dtype, self.deadline_s = shapes, dtype, deadline_s
+        self.store = store
+        self.rounds = 0
+        self.instance = store.add(f"refit/instances/{rank}", 1) if store is not None else 0
+        self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
+        described = self._agree(lambda: [list(server) for server in servers])
+        self.links = [_Link(*server) for server in described]
+        for link in self.links:
+            if rank == 0 and urlsplit(link.url).hostname != LOOPBACK:
+                raise ValueError(f"{link.name}: {link.url} is not on {LOOPBACK}; refit works over loopback only")
+            targets = {world_size + worker: whole_tensors(shapes) for worker in range(link.workers)}
+            link.transfers = plan(layout, targets)
+            self._connect(link)
+
+    def push(self, tensors: Mapping[str, Tensor], version: int) -> RefitStats:
+        """Replaces every server's weights by ``version``; requests in flight go on with the new weights.
+
+        A server that does not take them by the deadline is detached: it gets no further weights, and the caller
+        must send it no further requests. A server that refuses them keeps the old weights and version.
+
+        Args:
+            tensors: this rank's tensors by the layout's local names, of dtype ``dtype``, on any device.
+            version: of the weights, at least 0.
+
+        Raises:
+            RuntimeError: on every rank: a server refused the weights, or none is left.
+        """
+        start = time.monotonic()
+        self.rounds += 1
+        host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        failures = {}
+        for link in self.links:
+            try:
+                self._push(link, host, version)
+            except (OSError, RuntimeError) as error:
+                failures[link.name] = str(error)
+        # Rank 0 drives the servers: what it saw decides, and a rank that failed alone stops the run.
+        verdict = self._agree(lambda: failures)
+        if own := failures.keys() - verdict.keys():
+            raise RuntimeError(f"rank {self.rank}: {'; '.join(failures[name] for name in sorted(own))}")
+        self.links = [link for link in self.links if link.name not in verdict]
+        refusals = [text for text in verdict.values() if REFUSED in text]
+        if refusals or (verdict and not self.links):
+            raise RuntimeError(f"refit to version {version} failed: {'; '.join(refusals or verdict.values())}")
+        numel = sum(t.box.numel for link in self.links for t in link.transfers)
+        return RefitStats(time.monotonic() - start, numel * self.dtype.itemsize, tuple(verdict))
+
+    def _push(self, link: _Link, tensors: Mapping[str, Tensor], version: int) -> None:
+        """One server: weights are staged while rank 0's request waits for them; the pause is for the swap alone."""
+        update = None
+        if self.rank == 0:
+            self._post(link, "/start_weight_update", None)
+            update = self.threads.submit(self._post, link, "/update_weights", {"update_info": {}})
+        limit = timedelta(seconds=self.deadline_s)
+        try:
+            execute(link.transfers, self.rank, link.group, tensors, {}, self.dtype, limit)
+        except RuntimeError:
+            if update is not None:
+                update.result()  # what the server says is the better reason
+            raise
+        if update is not None:
+            update.result()
+            self._post(link, "/pause?mode=keep&clear_cache=true", None)  # else tokens see keys of the old weights
+            self._post(link, "/finish_weight_update", {"weight_version": str(version)})
+            self._post(link, "/resume", None)
+
+    def _connect(self, link: _Link) -> None:
+        """Rank 0 listens, tells the other ranks and the server the port, and all join the server's group."""
+        size = self.world_size + link.workers
+        limit = timedelta(seconds=self.deadline_s)
+        answer: Future | None = None
+        if self.rank == 0:
+            with socket.socket() as listener:
+                listener.bind((LOOPBACK, 0))
+                listener.listen()
+                port = listener.getsockname()[1]
+                link.store = TCPStore(
+                    LOOPBACK, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
+                )
+            info = {
+                "port": port,
+                "learners": self.world_size,
+                "workers": link.workers,
+                "shapes": self.shapes,
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "transfers": to_json(link.transfers),
+                "deadline_s": self.deadline_s,
+            }
+            answer = self.threads.submit(self._post, link, "/init_weight_transfer_engine", {"init_info": info})
+            self._agree(lambda: port)
+        else:
+            link.store = TCPStore(LOOPBACK, self._agree(lambda: None), None, False, limit)
+        try:
+            link.group = join(link.store, self.rank, size, self.deadline_s)
+        except RuntimeError:
+            if answer is not None:
+                answer.result()  # what the server says is the better reason
+            raise
+        if answer is not None:
+            answer.result()
+
+    def _post(self, link: _Link, route: str, body: dict[str, Any] | None) -> None:
+        http.post(f"{link.url}{route}", body, self.deadline_s + SLACK_S)
+
+    def _agree(self, value: Callable[[], Any]) -> Any:
+        """Rank 0's value, on every rank; JSON. A rank that waits longer than all servers may take raises."""
+        if self.world_size == 1:
+            return value()
+        key = f"refit/{self.instance}/{self.agreements}"
+        self.agreements += 1
+        if self.rank == 0:
+            text = json.dumps(value())
+            self.store.set(key, text)
+            return json.loads(text)
+        self.store.wait([key], timedelta(seconds=len(self.links or [0]) * 2 * (self.deadline_s + SLACK_S)))
+        return json.loads(self.store.get(key))
+
+    links: Sequence[_Link] = ()
+    agreements = 0

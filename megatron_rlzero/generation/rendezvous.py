@@ -1,0 +1,43 @@
+"""What learner ranks and a server's workers agree on for a transfer: one process group, and the plan as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from megatron_rlzero.resharding.layout import Box
+from megatron_rlzero.resharding.plan import Transfer
+
+LOOPBACK = "127.0.0.1"
+
+
+def join(store: TCPStore, rank: int, size: int, deadline_s: float) -> ProcessGroupGloo:
+    """The gloo group of one server: learner ranks first, its workers after them. Every rank calls it.
+
+    It is a group of its own, outside ``torch.distributed``'s default group and vLLM's, on loopback.
+
+    Raises:
+        RuntimeError: the others did not join within ``deadline_s`` seconds.
+    """
+    options = ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=deadline_s)
+    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    return ProcessGroupGloo(PrefixStore("refit", store), rank, size, options)
+
+
+def to_json(transfers: Sequence[Transfer]) -> list[list[Any]]:
+    """Transfers into a worker's whole tensors; what only the sender has to know is left out."""
+    return [[t.source, t.target, t.tensor, t.box.start, t.box.stop] for t in transfers]
+
+
+def from_json(rows: Sequence[Sequence[Any]], target: int) -> list[Transfer]:
+    """The transfers to rank ``target``, in the sender's order, for staging tensors under their own names."""
+    transfers = []
+    for source, to, tensor, start, stop in rows:
+        if to == target:
+            box = Box(tuple(start), tuple(stop))
+            transfers.append(Transfer(source, to, tensor, box, "", box, tensor, box))
+    return transfers

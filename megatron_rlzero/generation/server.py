@@ -1,0 +1,215 @@
+"""One vLLM server as a child process: its command line, its whole environment, its start and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from megatron_rlzero.config import Config
+from megatron_rlzero.generation import http
+from megatron_rlzero.generation.requests import ARGUMENT, ROUTE
+from megatron_rlzero.invariance.vllm import BACKEND, Settings
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+#: flags that the rest of the system relies on
+OURS = ("host", "port", "model", "dtype", "logits-processors", "weight-transfer-config", "tensor-parallel-size")
+#: of a rank under torchrun; vLLM would take some of them for its own
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+#: seconds between SIGTERM and SIGKILL
+GRACE_S = 5.0
+
+
+@dataclass
+class Server:
+    """A server that we started (``process`` and ``log`` are set) or attached to."""
+
+    name: str
+    url: str
+    workers: int
+    process: subprocess.Popen | None = None
+    log: Path | None = None
+
+    def check_alive(self) -> None:
+        """Raises RuntimeError with the exit code and the end of the log if the child process has ended."""
+        if self.process is not None and (code := self.process.poll()) is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise RuntimeError(f"{self.name} (pid {self.process.pid}) {how}; the end of {self.log}:\n{tail(self.log)}")
+
+    def wait_dead(self, timeout_s: float) -> None:
+        """Raises as ``check_alive`` does if the child ends within ``timeout_s``; else returns after it."""
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+            self.check_alive()
+
+    def healthy(self, timeout_s: float) -> bool:
+        """Whether /health answers 200 within ``timeout_s``."""
+        try:
+            http.get(f"{self.url}/health", timeout_s)
+        except (OSError, http.ServerError):
+            return False
+        return True
+
+
+def start(config: Config, index: int) -> Server:
+    """Starts server ``index``; returns at once. Its output goes to RUN_DIR/server-INDEX.log."""
+    rollout = config.rollout
+    port = rollout.port + index if rollout.port else free_port()
+    log = Path(config.run_dir) / f"server-{index}.log"
+    process = spawn("vllm.entrypoints.openai.api_server", flags(config, port), environment(config), log)
+    return Server(f"server-{index}", f"http://127.0.0.1:{port}", rollout.tensor_model_parallel_size, process, log)
+
+
+def spawn(
+    module: str, arguments: list[str], variables: dict[str, str], log: Path, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen:
+    """``python -m MODULE ARGUMENTS`` as a child that ends with this process.
+
+    It has a session of its own: a Ctrl-C in the terminal reaches rank 0 alone, which ends its children in order.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "megatron_rlzero.watch", str(os.getpid()), module, *arguments]
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=pass_fds,
+        )
+
+
+def stop(processes: list[subprocess.Popen]) -> None:
+    """Ends the children and whatever they started: SIGTERM, GRACE_S later SIGKILL to each one's process group."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # then the next lines end it
+            process.wait(GRACE_S)
+        with contextlib.suppress(ProcessLookupError):  # then nothing of it is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def flags(config: Config, port: int) -> list[str]:
+    """vLLM's command line. ``rollout.engine_args`` adds to it or overrides it.
+
+    Raises:
+        ValueError: ``rollout.engine_args`` names a flag that the rest of the system relies on.
+    """
+    rollout = config.rollout
+    values: dict[str, Any] = {
+        "host": "127.0.0.1",  # the control routes have no authentication
+        "port": port,
+        "model": str(config.model.path),
+        "dtype": DTYPES[config.model.dtype],
+        "tensor-parallel-size": rollout.tensor_model_parallel_size,
+        "max-model-len": rollout.max_prompt_tokens + rollout.max_response_tokens,
+        "max-num-seqs": rollout.max_num_seqs,
+        "generation-config": "vllm",  # no sampling defaults from the model's directory
+        "enable-scale-out": True,  # the token-in, token-out route
+        "weight-transfer-config": {"backend": BACKEND},
+        "logits-processors": "megatron_rlzero.generation.logits_processor:SeededSampling",
+        "enable-prefix-caching": False,  # a hit would make numbers depend on the order of arrival
+        "disable-uvicorn-access-log": True,
+    }
+    if cpu_build():
+        values["enforce-eager"] = True
+        values["kv-cache-memory-bytes"] = rollout.cpu_kv_cache_gib * 2**30
+    for name, value in rollout.engine_args.items():
+        flag = name.replace("_", "-")
+        if flag in OURS:
+            raise ValueError(f"rollout.engine_args.{name} = {value}: set by this project; remove it")
+        values[flag] = value
+    return [argument for flag, value in values.items() for argument in _arguments(flag, value)]
+
+
+def _arguments(flag: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+
+
+def base_environment() -> dict[str, str]:
+    """What servers and client have in common: this process's environment without a rank's variables."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # each process imports thousands of files: byte code saves a minute
+    variables.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+    return variables
+
+
+def environment(config: Config) -> dict[str, str]:
+    """A server's environment; with ``base_environment`` the only place where variables are set."""
+    variables = base_environment()
+    variables.update(Settings(temperature=config.rollout.temperature).to_environment())
+    variables.update(
+        VLLM_SERVER_DEV_MODE="1",  # the routes for weights and pausing
+        VLLM_USE_V2_MODEL_RUNNER="0",  # our logits processor has the V1 interface
+        VLLM_HOST_IP="127.0.0.1",
+        VLLM_NO_USAGE_STATS="1",
+    )
+    if cpu_build():
+        variables.update(
+            OMP_NUM_THREADS=str(config.rollout.threads_per_server),
+            VLLM_CPU_OMP_THREADS_BIND="nobind",  # learner ranks share the cores
+            VLLM_CPU_ATTN_SPLIT_KV="0",  # splitting makes results depend on the batch
+            TORCH_COMPILE_DISABLE="1",  # vLLM would compile one function for token ranks that nobody reads
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        if config.rollout.tensor_model_parallel_size == 1:
+            variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # model in the engine core: a process fewer to start
+    return variables
+
+
+def cpu_build() -> bool:
+    """Whether the installed vLLM is the one for CPUs."""
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def check_plugin(server: Server) -> None:
+    """Sends a request that our logits processor must refuse: a server without it would sample in another way.
+
+    Raises:
+        RuntimeError: the server took the request.
+    """
+    body = {"token_ids": [0], "sampling_params": {"temperature": 0.0, "max_tokens": 1}}
+    try:
+        http.post(f"{server.url}{ROUTE}", body, timeout_s=60.0)
+    except http.ServerError as error:
+        if error.status == 400 and ARGUMENT in str(error):
+            return
+        raise
+    raise RuntimeError(
+        f"{server.name} ({server.url}) draws tokens without our logits processor; start it with the flags and the "
+        "environment of megatron_rlzero/generation/server.py"
+    )
+
+
+def tail(log: Path | None, lines: int = 30) -> str:
+    """The last lines of a log file."""
+    if log is None or not log.exists():
+        return "(no log)"
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def free_port() -> int:
+    """A port that was free a moment ago; a server that finds it taken ends with an error that says so."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

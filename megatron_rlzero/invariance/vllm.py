@@ -1,0 +1,68 @@
+"""The plugin that vLLM loads in each of its processes: weight transfer, parent watch, temperature.
+
+It does nothing in a process whose environment lacks ``VARIABLE``: only servers that this project launches set it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from dataclasses import asdict, dataclass
+
+from megatron_rlzero.watch import end_with
+
+#: the one environment variable of the plugin: vLLM's processes share their environment and nothing else with us
+VARIABLE = "MEGATRON_RLZERO_SERVER"
+#: what ``--weight-transfer-config`` calls our backend
+BACKEND = "megatron_rlzero"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the launcher tells the plugin.
+
+    Attributes:
+        temperature: divides the logits, for the draw and for the log-probs alike.
+    """
+
+    temperature: float
+
+    def to_environment(self) -> dict[str, str]:
+        """The variable to add to a server's environment."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @staticmethod
+    def from_environment() -> Settings | None:
+        """This process's settings; None outside our servers."""
+        text = os.environ.get(VARIABLE)
+        return None if text is None else Settings(**json.loads(text))
+
+
+def register() -> None:
+    """Entry point of the group ``vllm.general_plugins``; vLLM calls it once in every process."""
+    settings = Settings.from_environment()
+    if settings is None:
+        return
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # engine core and workers; the API server is watched by its launcher's own means
+        end_with(parent.pid)
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "megatron_rlzero.generation.weight_transfer", "RefitTransferEngine"
+    )
+    if settings.temperature != 1.0:
+        _scale_logprobs(settings.temperature)
+    # kernels: aligned would substitute vLLM's layers here, before any model is built.
+
+
+def _scale_logprobs(temperature: float) -> None:
+    """Makes vLLM report log softmax(logits / temperature); the draw divides in generation/logits_processor.py."""
+    from torch import Tensor
+    from vllm.v1.sample.sampler import Sampler
+
+    def compute_logprobs(logits: Tensor) -> Tensor:
+        return (logits.float() / temperature).log_softmax(dim=-1)
+
+    Sampler.compute_logprobs = staticmethod(compute_logprobs)

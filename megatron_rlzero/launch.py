@@ -1,0 +1,40 @@
+"""Starts the learner ranks of one machine through torch's elastic launcher; torchrun does the same outside."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+
+
+def is_rank() -> bool:
+    """Whether this process was started as a rank, by ``launch`` or by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(arguments: Sequence[str], world_size: int) -> int:
+    """Runs ``python ARGUMENTS`` as ``world_size`` ranks and waits for them.
+
+    When one fails the others are ended; the returned exit code is that of the first that failed, 0 if none did.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(settings, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        first = error.get_first_failure()[1]
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    return 0

@@ -1,0 +1,1 @@
+"""The Megatron side: build the model, pack a batch, take a step, read the weights."""

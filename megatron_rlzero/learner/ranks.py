@@ -1,0 +1,70 @@
+"""All learner ranks as one object on rank 0; on the other ranks, the loop that follows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rlzero.learner.batch import Batch
+from megatron_rlzero.learner.channel import Channel, Command
+from megatron_rlzero.learner.learner import Learner, Step
+
+if TYPE_CHECKING:
+    from megatron_rlzero.generation.refit import Refit, RefitStats
+
+
+class Ranks:
+    """Rank 0's handle: each method runs on every rank, in the same order.
+
+    Args:
+        learner: this rank's part.
+        channel: to the other ranks.
+        refit: the way to the servers; None where there are none.
+    """
+
+    def __init__(self, learner: Learner, channel: Channel, refit: Refit | None) -> None:
+        self._learner, self._channel, self._refit = learner, channel, refit
+
+    def step(self, batch: Batch, likelihood: bool = False) -> Step:
+        """See Learner.step."""
+        self._channel.send(Command("step", {"likelihood": likelihood}, batch.to_bytes()))
+        return self._learner.step(batch, likelihood)
+
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See Learner.score."""
+        self._channel.send(Command("score", {}, batch.to_bytes()))
+        return self._learner.score(batch)
+
+    def push(self, version: int) -> RefitStats:
+        """Hands the present weights to every server as ``version``."""
+        self._channel.send(Command("push", {"version": version}))
+        return self._refit.push(self._learner.weights.local, version)
+
+    def export(self, directory: str) -> None:
+        """Writes the policy as a Hugging Face directory."""
+        self._channel.send(Command("export", {"directory": directory}))
+        self._learner.weights.export(directory, self._learner.config.model.path)
+
+    def stop(self) -> None:
+        """Lets the other ranks leave ``follow``."""
+        self._channel.send(Command("stop", {}))
+
+
+def follow(learner: Learner, channel: Channel, refit: Refit | None) -> None:
+    """Other ranks: carries out what rank 0 says until it says stop."""
+    if dist.get_rank() == 0:
+        raise RuntimeError("rank 0 leads")
+    while (command := channel.receive()).kind != "stop":
+        match command.kind:
+            case "step":
+                learner.step(Batch.from_bytes(command.payload), **command.arguments)
+            case "score":
+                learner.score(Batch.from_bytes(command.payload))
+            case "push":
+                refit.push(learner.weights.local, command.arguments["version"])
+            case "export":
+                learner.weights.export(command.arguments["directory"], learner.config.model.path)
+            case kind:
+                raise ValueError(f"rank 0 sent the unknown command {kind!r}")

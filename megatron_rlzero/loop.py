@@ -1,0 +1,122 @@
+"""The training loop: take the rollouts of an update, step, hand the new weights to the servers.
+
+``max_lag: 0`` waits for its own rollouts every time, and that is synchronous training; ``max_lag: N`` lets the engine
+start the prompts of the next N updates on the present weights. The code is the same: update u trains on exactly its own
+prompts, none of whose tokens was sampled by weights older than version u - max_lag.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_rlzero import advantage
+from megatron_rlzero.config import Config
+from megatron_rlzero.diagnostics import mismatch_metrics, update_metrics
+from megatron_rlzero.learner.batch import Batch
+from megatron_rlzero.learner.ranks import Ranks
+from megatron_rlzero.rollout import Rollout
+
+
+class Engine(Protocol):
+    """What the loop asks of generation/engine.py."""
+
+    def set_version(self, version: int) -> None: ...
+    def take(self, update: int) -> list[Rollout]: ...
+    def evaluate(self, greedy: bool) -> list[Rollout]: ...
+
+
+class Log(Protocol):
+    """What the loop tells metrics.py."""
+
+    def update(self, update: int, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, version: int, metrics: dict[str, float], greedy: list[Rollout]) -> None: ...
+
+
+def train(config: Config, ranks: Ranks, engine: Engine, log: Log) -> None:
+    """Runs ``config.loop.updates`` updates from version 0, then exports the policy to run_dir/policy.
+
+    Raises:
+        FloatingPointError: from the learner, before anything was stepped.
+        RuntimeError: from the engine: a server or the client died, or too many responses failed.
+    """
+    best = -1.0
+    refit = ranks.push(0)
+    engine.set_version(0)
+    best = evaluate(config, ranks, engine, log, 0, best)
+    for update in range(config.loop.updates):
+        start = time.monotonic()
+        rollouts = engine.take(update)
+        taken = time.monotonic()
+        step = ranks.step(Batch.of(rollouts, advantages(config, rollouts)))
+        stepped = time.monotonic()
+        version = update + 1
+        pushed = version % config.refit.every == 0
+        if pushed:
+            refit = ranks.push(version)
+            engine.set_version(version)
+        done = time.monotonic()
+
+        gradients = step.gradients
+        log_probs, entropies = (split(rollouts, x.numpy()) for x in (gradients.log_pi, gradients.entropy))
+        tokens = sum(len(r.tokens) for r in rollouts)
+        log.update(
+            update,
+            update_metrics(rollouts, log_probs, entropies, update)
+            | {
+                "loss": gradients.loss,
+                "grad_norm": step.grad_norm,
+                "grad_clipped": float(step.clipped),
+                "stepped": float(step.stepped),
+                "learning_rate": step.learning_rate,
+                "microbatches": gradients.microbatches,
+                "seconds/waiting_for_rollouts": taken - start,
+                "seconds/learning": stepped - taken,
+                "seconds/refit": refit.seconds if pushed else 0.0,
+                "seconds/update": done - start,
+                "refit/bytes": float(refit.bytes if pushed else 0),
+                "tokens_per_second": tokens / (done - start),
+            },
+        )
+        last = version == config.loop.updates
+        if last or (config.eval.every and version % config.eval.every == 0):
+            if not pushed:
+                ranks.push(version)
+                engine.set_version(version)
+            best = evaluate(config, ranks, engine, log, version, best)
+    ranks.export(f"{config.run_dir}/policy")
+
+
+def evaluate(config: Config, ranks: Ranks, engine: Engine, log: Log, version: int, best: float) -> float:
+    """Held-out pass@1, sampled and greedy, and the mismatch of log-probs at equal weights; keeps the best policy.
+
+    The servers hold ``version`` throughout, so every token of the sampled responses is one that learner and server
+    score with the same weights. Returns the best sampled accuracy so far.
+    """
+    sampled, greedy = engine.evaluate(greedy=False), engine.evaluate(greedy=True)
+    log_probs = split(sampled, ranks.score(Batch.of(sampled))[0].numpy())
+    accuracy = float(np.mean([r.reward for r in sampled]))
+    metrics = {"eval/sampled": accuracy, "eval/greedy": float(np.mean([r.reward for r in greedy]))}
+    log.evaluation(version, metrics | mismatch_metrics(sampled, log_probs, version), greedy)
+    if accuracy > best:
+        ranks.export(f"{config.run_dir}/best")
+    return max(accuracy, best)
+
+
+def advantages(config: Config, rollouts: Sequence[Rollout]) -> np.ndarray:
+    """The configured estimate over the responses that did not fail; failed ones, without action tokens, get 0."""
+    ok = np.array([r.finish_reason != "failed" for r in rollouts])
+    rewards = np.array([r.reward for r in rollouts], dtype=np.float32)
+    groups = np.array([r.item for r in rollouts])
+    result = np.zeros(len(rollouts), dtype=np.float32)
+    if ok.any():
+        result[ok] = advantage.compute(config.loop.advantage, rewards[ok], groups[ok])
+    return result
+
+
+def split(rollouts: Sequence[Rollout], values: np.ndarray) -> list[np.ndarray]:
+    """Cuts an array over all tokens of the batch into one per rollout."""
+    return np.split(values, np.cumsum([len(r.tokens) for r in rollouts])[:-1])

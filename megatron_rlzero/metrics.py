@@ -1,0 +1,135 @@
+"""The run directory: metrics.jsonl, TensorBoard events, the resolved config.yaml, and the progress line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_rlzero.config import Config
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+TENSORBOARD_DIR = "tensorboard"
+#: updates between two lines where the output is not a terminal
+PLAIN_EVERY = 10
+
+#: what the progress line shows: label, metric, format. Times are seconds of this update.
+PROGRESS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("lag", "lag/mean", "{:.2f}"),
+    ("KL", "rollout_kl/k3", "{:.1e}"),
+    ("tokens/s", "tokens/s", "{:,.0f}"),
+    ("generation", "time/generation", "{:.2f}s"),
+    ("learning", "time/learning", "{:.2f}s"),
+    ("waiting", "time/waiting", "{:.2f}s"),
+    ("refit", "time/refit", "{:.2f}s"),
+)
+HELD_OUT = (("sampled", "eval/sampled", "{:.3f}"), ("greedy", "eval/greedy", "{:.3f}"))
+
+
+def progress_text(metrics: Mapping[str, float], fields: tuple[tuple[str, str, str], ...] = PROGRESS) -> str:
+    """The labelled values of those of ``fields`` that the update has: a refit, for one, is not in every update."""
+    return "  ".join(f"{label} {form.format(metrics[name])}" for label, name, form in fields if name in metrics)
+
+
+class RunLog:
+    """Writes one run's metrics as they come; a context manager, closed by leaving it.
+
+    A line of metrics.jsonl is {"update": u, name: value, ...}: the metrics of update u, or a held-out evaluation
+    (eval/sampled, eval/greedy) of weight version u. Each is on disk, whole, when ``write`` returns.
+    """
+
+    def __init__(self, config: Config, console: Console | None = None) -> None:
+        """Makes config.run_dir and saves config.yaml in it. FileExistsError where it holds a run already."""
+        from tensorboard.summary import Writer  # imported here: commands that only read a run do without
+
+        self.run_dir = Path(config.run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        path = self.run_dir / METRICS_FILE
+        if path.exists():
+            raise FileExistsError(f"run_dir = {self.run_dir}: already holds a run; choose another directory")
+        OmegaConf.save(OmegaConf.structured(config), self.run_dir / CONFIG_FILE)
+        self._file = path.open("x", encoding="utf-8")
+        self._tensorboard = Writer(str(self.run_dir / TENSORBOARD_DIR))
+        self._console = console or Console(soft_wrap=True)
+        self._updates = config.loop.updates
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("update"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=16),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.description}"),
+                console=self._console,
+            )
+            self._task = self._progress.add_task("", total=self._updates)
+            self._progress.start()
+
+    def write(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Records ``metrics`` under ``update`` and shows progress.
+
+        Raises:
+            ValueError: a value that is not finite, by name; nothing is written then.
+        """
+        values = {name: float(value) for name, value in metrics.items()}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise ValueError(f"update {update}: metric {name} is {value}; metrics have to be finite")
+        self._file.write(json.dumps({"update": update, **values}, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._tensorboard.add_scalar(name, value, update)
+        self._show(update, values)
+
+    def _show(self, update: int, metrics: Mapping[str, float]) -> None:
+        if held_out := progress_text(metrics, HELD_OUT):
+            self._console.print(f"held-out at version {update}: {held_out}", highlight=False)
+        text = progress_text(metrics)
+        if not text:
+            return
+        if self._progress is not None:
+            self._progress.update(self._task, completed=update + 1, description=text)
+        elif update % PLAIN_EVERY == 0 or update == self._updates - 1:
+            self._console.print(f"update {update}/{self._updates}  {text}", highlight=False)
+
+    def close(self) -> None:
+        """Ends the progress line and closes the files; calling it again does nothing."""
+        if self._progress is not None:
+            self._progress.stop()
+        self._tensorboard.close()
+        self._file.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl in their order.
+
+    Raises:
+        FileNotFoundError: run_dir holds no run.
+        ValueError: a line that is not whole, by number.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; give the run_dir of a run")
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: line {number}: {error.msg}; remove the line") from error
+    return lines

@@ -1,0 +1,202 @@
+"""Checks of a configuration against what lies outside it: the model directory, the data, ports, the run directory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from megatron_rlzero import environments
+from megatron_rlzero.architectures import KNOWN, architecture
+from megatron_rlzero.config_io import Findings
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+LOOPBACK = "127.0.0.1"
+
+
+def check_model(f: Findings) -> None:
+    """model.path holds a checkpoint of a known family whose sizes go with the layout and the lengths."""
+    if not f.usable("model.path"):
+        return
+    path = Path(f.config.model.path)
+    if not path.is_dir():
+        f.reject("model.path", "no such directory", "give a Hugging Face directory")
+        return
+    if not any(path.glob("*.safetensors")):
+        f.add("model.path", "no *.safetensors in it", "save the weights as safetensors")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        f.add("model.path", "no tokenizer in it", "save the tokenizer there (tokenizer.json)")
+    hf = _read_config(f, path / "config.json")
+    if hf is None:
+        return
+    if hf.get("model_type") not in KNOWN:
+        f.add(
+            "model.path",
+            f"config.json says model_type = {hf.get('model_type')}, an unknown family",
+            f"known are {', '.join(KNOWN)}",
+        )
+        return
+    for fault in architecture(hf).unsupported(hf):
+        f.add("model.path", f"config.json says {fault}", "use a checkpoint without it")
+    _check_sizes(f, hf)
+
+
+def _read_config(f: Findings, path: Path) -> dict[str, Any] | None:
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        f.add("model.path", "no config.json in it", "give a Hugging Face directory")
+    except (OSError, ValueError) as error:  # not readable, not UTF-8, not JSON
+        f.add("model.path", f"config.json cannot be read: {error}", "correct it")
+    else:
+        if isinstance(hf, dict):
+            return hf
+        f.add("model.path", "config.json is not an object", "correct it")
+    return None
+
+
+def _check_sizes(f: Findings, hf: dict[str, Any]) -> None:
+    """Heads, layers, experts and positions of the model against the parallel sizes and the lengths."""
+    names = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
+    missing = [name for name in names if not isinstance(hf.get(name), int) or hf[name] < 1]
+    for name in missing:
+        f.add("model.path", f"config.json says {name} = {hf.get(name)}", "give it a positive integer")
+    if missing:
+        return
+    heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads") or hf["num_attention_heads"]
+    _check_learner_heads(f, heads, kv_heads)
+    _check_rollout_heads(f, heads, kv_heads)
+    layers, stages = hf["num_hidden_layers"], f.config.learner.pipeline_model_parallel_size
+    if f.usable("learner.pipeline_model_parallel_size") and layers % stages:
+        f.add(
+            "learner.pipeline_model_parallel_size",
+            f"the model has {layers} layers, and every stage holds the same number of them, at least one",
+            f"choose a divisor of {layers}",
+        )
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
+    size = f.config.learner.expert_model_parallel_size
+    if f.usable("learner.expert_model_parallel_size") and size > 1 and not experts:
+        f.add("learner.expert_model_parallel_size", "the model is dense, it has no experts", "set it to 1")
+    elif f.usable("learner.expert_model_parallel_size") and experts % size:
+        f.add(
+            "learner.expert_model_parallel_size",
+            f"the model has {experts} experts, not divisible by it",
+            f"choose a divisor of {experts}",
+        )
+    rollout = f.config.rollout
+    if f.usable("rollout.max_prompt_tokens", "rollout.max_response_tokens"):
+        longest, positions = rollout.max_prompt_tokens + rollout.max_response_tokens, hf["max_position_embeddings"]
+        if longest > positions:
+            f.add(
+                "rollout.max_response_tokens",
+                f"with max_prompt_tokens = {longest} tokens, but the model has max_position_embeddings = {positions}",
+                f"make their sum at most {positions}",
+            )
+
+
+def _check_learner_heads(f: Findings, heads: int, kv_heads: int) -> None:
+    key = "learner.tensor_model_parallel_size"
+    if not f.usable(key):
+        return
+    size = f.value(key)
+    if heads % size:
+        f.add(key, f"the model has {heads} attention heads, not divisible by it", f"choose a divisor of {heads}")
+    elif kv_heads < size:
+        f.add(
+            key,
+            f"the model has {kv_heads} key-value heads, and sharing one between ranks is not supported",
+            f"set it to at most {kv_heads}",
+        )
+    elif kv_heads % size:
+        f.add(key, f"the model has {kv_heads} key-value heads, not divisible by it", f"choose a divisor of {kv_heads}")
+
+
+def _check_rollout_heads(f: Findings, heads: int, kv_heads: int) -> None:
+    """vLLM repeats key-value heads where there are fewer than ranks; the ranks have to be a multiple of them then."""
+    key = "rollout.tensor_model_parallel_size"
+    if not f.usable(key):
+        return
+    size = f.value(key)
+    if heads % size:
+        f.add(key, f"the model has {heads} attention heads, not divisible by it", f"choose a divisor of {heads}")
+    elif kv_heads % size and size % kv_heads:
+        f.add(key, f"the model has {kv_heads} key-value heads", f"choose a divisor or a multiple of {kv_heads}")
+
+
+def check_environment(f: Findings) -> None:
+    """The task or the files exist and are well formed, and there are as many held-out prompts as eval.prompts."""
+    c = f.config.environment
+    needed = {
+        "reasoning_gym": ("environment.task", "environment.parameters", "environment.size"),
+        "jsonl": ("environment.path", "environment.eval_path"),
+    }
+    if not f.usable("environment.kind"):
+        return
+    given = [key for key in needed[c.kind] if f.usable(key)]
+    if len(given) < len(needed[c.kind]) and c.kind == "reasoning_gym":
+        return
+    for split, key in (("train", "environment.path"), ("eval", "environment.eval_path")):
+        if c.kind == "jsonl" and key not in given:
+            continue
+        if c.kind == "jsonl" and not f.value(key):
+            f.reject(key, "missing", "give a file of problem and answer lines")
+            continue
+        try:
+            environment = environments.build(c, split)
+        except environments.DataError as error:
+            f.lines += error.violations
+            if c.kind == "reasoning_gym":
+                return  # the held-out split would say the same
+            continue
+        if split == "eval" and f.usable("eval.prompts"):
+            _check_held_out(f, environment)
+
+
+def _check_held_out(f: Findings, environment: environments.Environment) -> None:
+    wanted = f.config.eval.prompts
+    try:
+        environment.problem(wanted - 1)
+    except IndexError:
+        f.add(
+            "eval.prompts",
+            f"there are {len(environment)} held-out prompts that training does not use",
+            f"set it to at most {len(environment)}",
+        )
+
+
+def check_ports(f: Findings) -> None:
+    """The ports of servers to be started on this machine are free."""
+    c = f.config.rollout
+    if c.urls or not f.usable("rollout.urls", "rollout.port", "rollout.servers") or c.port == 0:
+        return
+    last = c.port + c.servers - 1
+    if c.port < 0 or last > 65535:
+        f.reject("rollout.port", f"ports {c.port} to {last} do not all exist", "use 1 to 65535, or 0 for free ones")
+        return
+    for port in range(c.port, last + 1):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server: only a listener is in the way
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+                f.add("rollout.port", f"port {port} is taken or not allowed", "choose another, or 0 for free ones")
+
+
+def check_run_dir(f: Findings) -> None:
+    """run_dir can be written to and holds no run."""
+    if not f.usable("run_dir"):
+        return
+    path = Path(f.config.run_dir)
+    if not f.config.run_dir:
+        f.reject("run_dir", "empty", "give a directory")
+    elif (path / "metrics.jsonl").exists():
+        f.reject("run_dir", "already holds a run", "choose another directory")
+    else:
+        existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            f.reject("run_dir", f"cannot write in {existing}", "choose a directory that you can write to")

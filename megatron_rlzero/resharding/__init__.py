@@ -1,0 +1,1 @@
+"""One mechanism for every change of weight layout: boxes, a pure plan, and transports."""

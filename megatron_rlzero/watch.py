@@ -1,0 +1,37 @@
+"""A child process ends within a second of its parent, whatever ended the parent; also runs a module that way.
+
+``python -m megatron_rlzero.watch PARENT_PID MODULE ARGS...`` is ``python -m MODULE ARGS...`` under the watch from
+its first instruction on. Children that MODULE spawns import this small file as their main module, not MODULE.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+import time
+
+POLL_S = 0.5
+
+
+def end_with(parent: int) -> None:
+    """Starts a thread that ends this process as soon as its parent is no longer ``parent`` (a process id).
+
+    The kernel gives an orphan another parent, so that this also holds after a SIGKILL. The exit is immediate:
+    a child without its parent has nobody to report to.
+    """
+
+    def poll() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=poll, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    end_with(int(sys.argv[1]))
+    module = sys.argv[2]
+    sys.argv = sys.argv[2:]
+    runpy.run_module(module, run_name="__main__")

@@ -1,0 +1,158 @@
+"""A configuration against what lies outside it: model directory, data, ports, run directory; with negatives."""
+
+import json
+import os
+import socket
+
+import pytest
+
+from megatron_rlzero.validation import ConfigError, load
+
+HF = {
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def write_model(path, **changes):
+    """A directory that looks like a checkpoint; only config.json is read."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**HF, **changes}))
+    (path / "model.safetensors").touch()
+    (path / "tokenizer.json").touch()
+    return path
+
+
+@pytest.fixture
+def good(tmp_path, monkeypatch):
+    """Overrides of a configuration that is right."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return [
+        f"run_dir={tmp_path}/run",
+        f"model.path={write_model(tmp_path / 'base')}",
+        "rollout.max_prompt_tokens=24",
+        "environment.task=spell_backward",
+        "environment.size=500",
+        "eval.prompts=8",
+    ]
+
+
+@pytest.fixture
+def empty(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    return path
+
+
+def violations(path, overrides, starting=False):
+    try:
+        load(path, overrides, starting=starting)
+    except ConfigError as error:
+        return error.violations
+    return []
+
+
+def test_each_missing_part_of_the_model_directory_is_named(empty, good, tmp_path):
+    assert "no such directory" in violations(empty, [*good, f"model.path={tmp_path}/none"])[0]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    found = violations(empty, [*good, f"model.path={bare}"])
+    assert [line.split(": ")[1].split(";")[0] for line in found] == [
+        "no *.safetensors in it",
+        "no tokenizer in it",
+        "no config.json in it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model_type": "gpt2"}, ["model_type = gpt2, an unknown family; known are qwen3_moe"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers = None"]),
+        ({"attention_bias": True}, ["attention_bias = True"]),
+        ({}, []),
+    ],
+)
+def test_model_configurations(empty, good, tmp_path, changes, parts):
+    write_model(tmp_path / "other", **changes)
+    found = violations(empty, [*good, f"model.path={tmp_path}/other"])
+    assert len(found) == len(parts)
+    assert all(part in line for part, line in zip(parts, found, strict=True))
+
+
+def test_expert_parallel_size_of_a_dense_model(empty, good, tmp_path):
+    write_model(tmp_path / "dense", num_experts=0)
+    change = [*good, f"model.path={tmp_path}/dense"]
+    assert violations(empty, change) == []
+    (found,) = violations(empty, [*change, "learner.expert_model_parallel_size=2"])
+    assert "the model is dense" in found
+
+
+def test_broken_model_configuration(empty, good, tmp_path):
+    (write_model(tmp_path / "broken") / "config.json").write_text("{")
+    (found,) = violations(empty, [*good, f"model.path={tmp_path}/broken"])
+    assert "config.json cannot be read" in found
+
+
+def test_taken_ports_are_named_and_free_ones_pass(empty, good):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        (found,) = violations(empty, [*good, f"rollout.port={port}"], starting=True)
+        assert found.startswith(f"rollout.port = {port}: port {port} is taken")
+        assert violations(empty, [*good, f"rollout.port={port}", "rollout.urls=[http://a:1]"], starting=True) == []
+        assert violations(empty, [*good, f"rollout.port={port}"], starting=False) == []
+    assert violations(empty, [*good, f"rollout.port={port}"], starting=True) == []
+    assert "do not all exist" in violations(empty, [*good, "rollout.port=65535", "rollout.servers=2"], starting=True)[0]
+
+
+def test_run_directory(empty, good, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    assert violations(empty, good, starting=True) == []
+    (run / "metrics.jsonl").touch()
+    (found,) = violations(empty, good, starting=True)
+    assert found == f"run_dir = {run}: already holds a run; choose another directory"
+    assert violations(empty, good, starting=False) == []
+    (found,) = violations(empty, [*good, f"run_dir={run}/metrics.jsonl/deeper"], starting=True)
+    assert "cannot write in" in found
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_run_directory_without_permission(empty, good, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    (found,) = violations(empty, [*good, f"run_dir={locked}/run"], starting=True)
+    assert "cannot write in" in found
+
+
+def test_environment_faults_pass_through(empty, good, tmp_path):
+    for change, part in (
+        ("environment.task=spell_forward", "reasoning-gym has no such task"),
+        ("environment.parameters.min_word_len=0", "min_word_len must be positive"),
+        ("eval.prompts=1000", "eval.prompts = 1000: there are"),
+    ):
+        (found,) = violations(empty, [*good, change], starting=True)
+        assert part in found
+        assert violations(empty, [*good, change], starting=False) == []
+
+
+def test_jsonl_files(empty, good, tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"problem": "1+1?", "answer": 2}\n' * 8)
+    kind = [*good, "environment.kind=jsonl"]
+    found = violations(empty, kind, starting=True)
+    assert [line.split(" = ")[0] for line in found] == ["environment.path", "environment.eval_path"]
+    both = [*kind, f"environment.path={lines}", f"environment.eval_path={lines}"]
+    assert violations(empty, both, starting=True) == []
+    (found,) = violations(empty, [*both, "eval.prompts=9"], starting=True)
+    assert "there are 8 held-out prompts" in found
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"problem": "1+1?"}\nx\n')
+    found = violations(empty, [*both, f"environment.eval_path={bad}"], starting=True)
+    assert [line.split(": ")[1] for line in found] == ["line 1", "line 2"]
