@@ -155,17 +155,8 @@ def update_metrics(
         ValueError: arrays that do not fit the responses, or a value at an action token that is not finite.
         TypeError: log-probs that are not float32.
     """
-    for name, arrays in (("logprobs", logprobs), ("entropies", entropies)):
-        if len(arrays) != len(rollouts):
-            raise ValueError(f"{name} has {len(arrays)} arrays for {len(rollouts)} responses")
-        for rollout, array in zip(rollouts, arrays, strict=True):
-            _check(rollout, name, array)
-    for rollout in rollouts:
-        _check(rollout, "behaviour log-probs", rollout.logprobs)
-    masks = [rollout.action_mask for rollout in rollouts]
-    pi = _gather(logprobs, masks, np.float32)
-    mu = _gather([rollout.logprobs for rollout in rollouts], masks, np.float32)
-    versions = _gather([rollout.versions for rollout in rollouts], masks, np.int32)
+    pi, mu, versions = _action_tokens(rollouts, logprobs)
+    entropies = _gather(rollouts, "entropies", entropies, np.float32)
     log_ratio = pi.astype(np.float64) - mu.astype(np.float64)
     return {
         **responses(rollouts),
@@ -173,19 +164,38 @@ def update_metrics(
         **mismatch(pi, mu, versions, version),
         **rollout_kl(log_ratio),
         **importance(log_ratio),
-        **entropy(_gather(entropies, masks, np.float32)),
+        **entropy(entropies),
     }
 
 
-def _check(rollout: Rollout, name: str, array: NDArray) -> None:
-    if array.shape != rollout.tokens.shape:
-        raise ValueError(f"{rollout.name}: {name} has shape {array.shape} for {len(rollout.tokens)} tokens")
-    odd = np.flatnonzero(~np.isfinite(array) & rollout.action_mask)
-    if len(odd):
-        raise ValueError(f"{rollout.name}: {name} is {array[odd[0]]} at token {odd[0]}; it has to be finite")
+def mismatch_metrics(
+    rollouts: Sequence[Rollout], logprobs: Sequence[NDArray[np.float32]], version: int
+) -> dict[str, float]:
+    """``mismatch`` alone, for responses that are scored and not trained on; arguments and errors of update_metrics."""
+    return mismatch(*_action_tokens(rollouts, logprobs), version)
 
 
-def _gather(arrays: Sequence[NDArray], masks: Sequence[NDArray[np.bool_]], dtype: type) -> NDArray:
-    """The entries at action tokens, end to end; ``dtype`` is that of the empty result."""
-    parts = [array[mask] for array, mask in zip(arrays, masks, strict=True)]
+def _action_tokens(
+    rollouts: Sequence[Rollout], logprobs: Sequence[NDArray[np.float32]]
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int32]]:
+    """log pi, log mu and version of every action token, end to end."""
+    behaviour, versions = [r.logprobs for r in rollouts], [r.versions for r in rollouts]
+    return (
+        _gather(rollouts, "logprobs", logprobs, np.float32),
+        _gather(rollouts, "behaviour log-probs", behaviour, np.float32),
+        _gather(rollouts, "versions", versions, np.int32),
+    )
+
+
+def _gather(rollouts: Sequence[Rollout], name: str, arrays: Sequence[NDArray], dtype: type) -> NDArray:
+    """The entries at action tokens, end to end and checked; ``dtype`` is that of the empty result."""
+    if len(arrays) != len(rollouts):
+        raise ValueError(f"{name} has {len(arrays)} arrays for {len(rollouts)} responses")
+    for rollout, array in zip(rollouts, arrays, strict=True):
+        if array.shape != rollout.tokens.shape:
+            raise ValueError(f"{rollout.name}: {name} has shape {array.shape} for {len(rollout.tokens)} tokens")
+        odd = np.flatnonzero(~np.isfinite(array) & rollout.action_mask)
+        if len(odd):
+            raise ValueError(f"{rollout.name}: {name} is {array[odd[0]]} at token {odd[0]}; it has to be finite")
+    parts = [array[rollout.action_mask] for rollout, array in zip(rollouts, arrays, strict=True)]
     return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_rlzero import advantage
 from megatron_rlzero.config import Config
 from megatron_rlzero.diagnostics import mismatch_metrics, update_metrics
+from megatron_rlzero.generation.versions import recomputed_tokens
 from megatron_rlzero.learner.batch import Batch
 from megatron_rlzero.learner.ranks import Ranks
 from megatron_rlzero.rollout import Rollout
@@ -78,7 +79,9 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log) -> None:
                 "seconds/refit": refit.seconds if pushed else 0.0,
                 "seconds/update": done - start,
                 "refit/bytes": float(refit.bytes if pushed else 0),
+                "tokens": tokens,
                 "tokens_per_second": tokens / (done - start),
+                "refit/recomputed_tokens": recomputed_tokens(rollouts),
             },
         )
         last = version == config.loop.updates
@@ -107,11 +110,16 @@ def evaluate(config: Config, ranks: Ranks, engine: Engine, log: Log, version: in
 
 
 def advantages(config: Config, rollouts: Sequence[Rollout]) -> np.ndarray:
-    """The configured estimate over the responses that did not fail; failed ones, without action tokens, get 0."""
+    """The configured estimate over the responses that did not fail; failed ones, without action tokens, get 0.
+
+    So does, for the estimates that compare responses to one prompt, the only one that is left of its group.
+    """
     ok = np.array([r.finish_reason != "failed" for r in rollouts])
     rewards = np.array([r.reward for r in rollouts], dtype=np.float32)
     groups = np.array([r.item for r in rollouts])
     result = np.zeros(len(rollouts), dtype=np.float32)
+    if config.loop.advantage in advantage.GROUPED:
+        ok &= np.array([np.count_nonzero(groups[ok] == group) > 1 for group in groups])
     if ok.any():
         result[ok] = advantage.compute(config.loop.advantage, rewards[ok], groups[ok])
     return result

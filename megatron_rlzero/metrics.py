@@ -1,10 +1,10 @@
-"""The run directory: metrics.jsonl, TensorBoard events, the resolved config.yaml, and the progress line."""
+"""The run directory: metrics.jsonl, completions.jsonl, TensorBoard events, config.yaml, and the progress line."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -13,10 +13,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rlzero.config import Config
+from megatron_rlzero.rollout import Rollout
 
 METRICS_FILE = "metrics.jsonl"
+COMPLETIONS_FILE = "completions.jsonl"
 CONFIG_FILE = "config.yaml"
 TENSORBOARD_DIR = "tensorboard"
+#: greedy responses kept of an evaluation
+COMPLETIONS = 3
 #: updates between two lines where the output is not a terminal
 PLAIN_EVERY = 10
 
@@ -25,11 +29,11 @@ PROGRESS = (
     ("reward", "reward/mean", "{:.3f}"),
     ("lag", "lag/mean", "{:.2f}"),
     ("KL", "rollout_kl/k3", "{:.1e}"),
-    ("tokens/s", "tokens/s", "{:,.0f}"),
-    ("generation", "time/generation", "{:.2f}s"),
-    ("learning", "time/learning", "{:.2f}s"),
-    ("waiting", "time/waiting", "{:.2f}s"),
-    ("refit", "time/refit", "{:.2f}s"),
+    ("tokens/s", "tokens_per_second", "{:,.0f}"),
+    ("generation", "seconds/generation", "{:.2f}s"),
+    ("learning", "seconds/learning", "{:.2f}s"),
+    ("waiting", "seconds/waiting_for_rollouts", "{:.2f}s"),
+    ("refit", "seconds/refit", "{:.2f}s"),
 )
 HELD_OUT = (("sampled", "eval/sampled", "{:.3f}"), ("greedy", "eval/greedy", "{:.3f}"))
 
@@ -42,8 +46,9 @@ def progress_text(metrics: Mapping[str, float], fields: tuple[tuple[str, str, st
 class RunLog:
     """Writes one run's metrics as they come; a context manager, closed by leaving it.
 
-    A line of metrics.jsonl is {"update": u, name: value, ...}: the metrics of update u, or a held-out evaluation
-    (eval/sampled, eval/greedy) of weight version u. Each is on disk, whole, when ``write`` returns.
+    A line of metrics.jsonl is {"update": u, name: value, ...}: the metrics of update u, or, named eval/..., those of a
+    held-out evaluation of weight version u. A line of completions.jsonl is {"version": v, "greedy": [{"item", "prompt",
+    "response", "reward"}, ...]}, prompt and response as token ids. A line is on disk, whole, when its method returns.
     """
 
     def __init__(self, config: Config, console: Console | None = None) -> None:
@@ -73,12 +78,36 @@ class RunLog:
             self._task = self._progress.add_task("", total=self._updates)
             self._progress.start()
 
-    def write(self, update: int, metrics: Mapping[str, float]) -> None:
-        """Records ``metrics`` under ``update`` and shows progress.
+    def update(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of an update and shows progress.
 
         Raises:
             ValueError: a value that is not finite, by name; nothing is written then.
         """
+        self._write(update, metrics)
+        text = progress_text(metrics)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=update + 1, description=text)
+        elif update % PLAIN_EVERY == 0 or update == self._updates - 1:
+            self._console.print(f"update {update}/{self._updates}  {text}", highlight=False)
+
+    def evaluation(self, version: int, metrics: Mapping[str, float], greedy: Sequence[Rollout]) -> None:
+        """Records a held-out evaluation of a weight version and its first greedy responses.
+
+        Names are put under eval/ where they are not, apart from the same metrics of the training batch.
+
+        Raises:
+            ValueError: as ``update``.
+        """
+        named = {name if name.startswith("eval/") else f"eval/{name}": value for name, value in metrics.items()}
+        self._write(version, named)
+        kept = [_completion(rollout) for rollout in greedy[:COMPLETIONS]]
+        with (self.run_dir / COMPLETIONS_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"version": version, "greedy": kept}) + "\n")
+        text = progress_text(named, HELD_OUT)
+        self._console.print(f"held-out accuracy at version {version}: {text}", highlight=False)
+
+    def _write(self, update: int, metrics: Mapping[str, float]) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         for name, value in values.items():
             if not math.isfinite(value):
@@ -87,18 +116,6 @@ class RunLog:
         self._file.flush()
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, update)
-        self._show(update, values)
-
-    def _show(self, update: int, metrics: Mapping[str, float]) -> None:
-        if held_out := progress_text(metrics, HELD_OUT):
-            self._console.print(f"held-out at version {update}: {held_out}", highlight=False)
-        text = progress_text(metrics)
-        if not text:
-            return
-        if self._progress is not None:
-            self._progress.update(self._task, completed=update + 1, description=text)
-        elif update % PLAIN_EVERY == 0 or update == self._updates - 1:
-            self._console.print(f"update {update}/{self._updates}  {text}", highlight=False)
 
     def close(self) -> None:
         """Ends the progress line and closes the files; calling it again does nothing."""
@@ -114,6 +131,17 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _completion(rollout: Rollout) -> dict[str, object]:
+    first = int(rollout.action_mask.argmax()) if rollout.action_tokens else len(rollout.tokens)
+    tokens = rollout.tokens.tolist()
+    return {
+        "item": rollout.item,
+        "prompt": tokens[:first],
+        "response": tokens[first:],
+        "reward": float(rollout.reward),
+    }
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:

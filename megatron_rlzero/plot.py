@@ -96,5 +96,6 @@ def _age(axes: Axes, lines: list[dict[str, float]]) -> None:
     axes.plot(updates, largest, color=GREY, linewidth=1, drawstyle="steps-mid", label="largest")
     axes.plot(*_series(lines, "lag/mean"), color=BLUE, linewidth=1.5, label="mean")
     axes.set_ylabel("lag (versions)")
-    axes.set_ylim(0, 1.15 * max(1, *largest))
-    axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower right")
+    top = max(1, *largest)
+    axes.set_ylim(-0.08 * top, 1.15 * top)  # a synchronous run's line lies at 0, clear of the axis
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="best")

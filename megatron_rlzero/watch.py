@@ -1,7 +1,8 @@
 """A child process ends within a second of its parent, whatever ended the parent; also runs a module that way.
 
 ``python -m megatron_rlzero.watch PARENT_PID MODULE ARGS...`` is ``python -m MODULE ARGS...`` under the watch from
-its first instruction on. Children that MODULE spawns import this small file as their main module, not MODULE.
+its first instruction on. What MODULE spawns through multiprocessing imports this small file as its main module, in
+place of MODULE, and so is watched from its own start.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ def end_with(parent: int) -> None:
 
     threading.Thread(target=poll, name="parent-watch", daemon=True).start()
 
+
+if __name__ == "__mp_main__":  # multiprocessing's name for the main module of a spawned process
+    end_with(os.getppid())
 
 if __name__ == "__main__":
     end_with(int(sys.argv[1]))

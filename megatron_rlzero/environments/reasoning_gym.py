@@ -10,8 +10,8 @@ from typing import Any
 from megatron_rlzero.config import Environment as EnvironmentConfig
 from megatron_rlzero.environments.base import DataError, check_item
 
-#: a score counts as right from here on; below it there is no partial credit
-RIGHT = 0.999
+#: the score of a right answer; every task gives its own answers exactly this, and there is no partial credit
+RIGHT = 1.0
 DEFAULT_SEED = 0
 #: what some scorers raise on text that does not parse as their answer: prime_factorization on "None", for one
 SCORER_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -57,10 +57,9 @@ class ReasoningGym:
     The held-out items are those of size to 2 * size - 1 whose question occurs neither in the training range nor
     earlier among the held-out: generators repeat questions. They are looked for as far as they are asked for.
 
-    Reward: 1 if the task's own ``score_answer`` gives at least 0.999 and the response ended by the end token,
-    else 0. White space around the response is ignored. A response on which the scorer raises is wrong, and logged.
-    Where a task sums partial credit in floating point, that sum can come within 1e-15 of 1 and counts
-    (spell_backward: a right answer of 6 or 7 letters with further letters after it).
+    Reward: 1 if the task's own ``score_answer`` gives exactly 1 and the response ended by the end token, else 0. A
+    tolerance would reward wrong answers: spell_backward gives a right word of 6 or 7 letters with more letters after
+    it 1 - 2e-16. White space around the response is ignored. A response on which the scorer raises is wrong, and logged.
     """
 
     def __init__(self, config: EnvironmentConfig, split: str) -> None:
@@ -91,7 +90,7 @@ class ReasoningGym:
         except SCORER_ERRORS as error:
             log.warning("%s could not score %r: %r; reward 0", self.config.task, response, error)
             return 0.0
-        return 1.0 if score >= RIGHT else 0.0
+        return 1.0 if score == RIGHT else 0.0
 
     def _entry(self, item: int) -> dict[str, Any]:
         if self.split == "train":

@@ -80,7 +80,8 @@ class Refit:
         self.rank, self.world_size = rank, world_size
         self.shapes, self.dtype, self.deadline_s = shapes, dtype, deadline_s
         self.store = store
-        self.rounds = 0
+        self.links: list[_Link] = []
+        self.agreements = 0
         self.instance = store.add(f"refit/instances/{rank}", 1) if store is not None else 0
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
         described = self._agree(lambda: [list(server) for server in servers])
@@ -106,7 +107,6 @@ class Refit:
             RuntimeError: on every rank: a server refused the weights, or none is left.
         """
         start = time.monotonic()
-        self.rounds += 1
         host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         failures = {}
         for link in self.links:
@@ -170,14 +170,12 @@ class Refit:
             self._agree(lambda: port)
         else:
             link.store = TCPStore(LOOPBACK, self._agree(lambda: None), None, False, limit)
-        try:
-            link.group = join(link.store, self.rank, size, self.deadline_s)
-        except RuntimeError:
-            if answer is not None:
-                answer.result()  # what the server says is the better reason
-            raise
-        if answer is not None:
-            answer.result()
+        link.group = join(link.store, self.rank, size, self.deadline_s)
+        refusal = None
+        if answer is not None and (error := answer.exception()) is not None:
+            refusal = str(error)
+        if refusal := self._agree(lambda: refusal):
+            raise RuntimeError(f"{link.name} cannot be refitted: {refusal}")
 
     def _post(self, link: _Link, route: str, body: dict[str, Any] | None) -> None:
         http.post(f"{link.url}{route}", body, self.deadline_s + SLACK_S)
@@ -194,6 +192,3 @@ class Refit:
             return json.loads(text)
         self.store.wait([key], timedelta(seconds=len(self.links or [0]) * 2 * (self.deadline_s + SLACK_S)))
         return json.loads(self.store.get(key))
-
-    links: Sequence[_Link] = ()
-    agreements = 0

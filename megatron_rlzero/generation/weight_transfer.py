@@ -52,17 +52,20 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Checks the plan against the checkpoint that the server started from, and joins the process group."""
+        """Joins the process group, then checks the plan against the checkpoint that the server started from.
+
+        In this order, because the learner's ranks wait in the group for this one, also where it will refuse.
+        """
         self.info = init_info
         self.dtype: torch.dtype = getattr(torch, init_info.dtype)
         parallel = self.parallel_config
         self.rank = init_info.learners + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self.transfers = from_json(init_info.transfers, self.rank)
         self.shapes = {name: tuple(shape) for name, shape in init_info.shapes.items()}
-        self._check_complete()
         deadline = timedelta(seconds=init_info.deadline_s)
         store = TCPStore(LOOPBACK, init_info.port, None, False, deadline)
         self.group = join(store, self.rank, init_info.learners + init_info.workers, init_info.deadline_s)
+        self._check_complete()
 
     def _check_complete(self) -> None:
         expected = checkpoint_shapes(Path(self.model_config.model))

@@ -45,7 +45,7 @@ def register() -> None:
     if settings is None:
         return
     parent = multiprocessing.parent_process()
-    if parent is not None:  # engine core and workers; the API server is watched by its launcher's own means
+    if parent is not None:  # engine core and workers, also those of a server that we did not launch
         end_with(parent.pid)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

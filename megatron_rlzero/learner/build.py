@@ -60,6 +60,12 @@ def initialise_distributed(config: LearnerConfig) -> tuple[torch.device, dist.St
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    make_parallel_groups(config)
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), store
+
+
+def make_parallel_groups(config: LearnerConfig) -> None:
+    """Megatron's tensor, pipeline, expert and data-parallel groups over the ranks of the process group."""
     with cpu.device_mode():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -69,7 +75,6 @@ def initialise_distributed(config: LearnerConfig) -> tuple[torch.device, dist.St
             distributed_timeout_minutes=max(int(config.timeout_s / 60), 1),
         )
         model_parallel_cuda_manual_seed(1)
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), store
 
 
 def build(config: Config, family: Architecture, hf: dict[str, Any], device: torch.device) -> Parts:

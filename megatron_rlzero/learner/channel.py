@@ -7,15 +7,16 @@ deadline. Nothing is pickled.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_POLL = timedelta(seconds=1)
+#: seconds between two looks at the store
+POLL_S = 0.005
 
 
 @dataclass
@@ -46,12 +47,8 @@ class Channel:
     def receive(self) -> Command:
         """Other ranks: waits, for as long as it takes, for the next command."""
         key = f"command/{next(self._numbers)}"
-        while True:
-            try:
-                self._store.wait([key], _POLL)
-                break
-            except dist.DistStoreError:  # the poll interval has passed; signals get their turn
-                continue
+        while not self._store.check([key]):  # a blocking wait would keep signals out, and warns at every time-out
+            time.sleep(POLL_S)
         head = json.loads(self._store.get(key))
         payload = torch.empty(head["bytes"], dtype=torch.uint8)
         if head["bytes"]:

@@ -94,6 +94,15 @@ def test_no_same_version_token_is_not_mistaken_for_agreement():
     assert (same["mismatch/tokens"], same["mismatch/differing_frac"]) == (1, 1)
 
 
+def test_mismatch_metrics_are_those_of_the_update():
+    rollouts = [rollout([-1.0, -2.0], [5, 4]), rollout([-1.0], [5])]
+    logprobs = [padded([-1.5, -2.0]), padded([-1.0])]
+    found = diagnostics.mismatch_metrics(rollouts, logprobs, 5)
+    assert found.items() <= diagnostics.update_metrics(rollouts, logprobs, logprobs, 5).items()
+    assert found["mismatch/differing_frac"] == 0.5
+    assert diagnostics.mismatch_metrics(rollouts, logprobs, 4)["mismatch/differing_frac"] == 0
+
+
 def test_one_ulp_and_the_sign_of_zero_are_seen():
     mu = np.array([-1.0, -0.0, -2.0], dtype=np.float32)
     pi = np.array([np.nextafter(np.float32(-1), np.float32(0)), 0.0, -2.0], dtype=np.float32)

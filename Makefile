@@ -1,0 +1,37 @@
+# Two commands set everything up on a bare machine: make demo runs the main job, make test runs the tests.
+.PHONY: demo test test-full lint venv clean
+SHELL := /bin/bash
+export PYTHON312
+PYTHON := .venv/bin/python
+CONFIG := examples/quickstart/qwen3_moe.yaml
+RUN := runs/quickstart/rl-$(shell date +%Y%m%d-%H%M%S)
+
+demo: venv
+	$(PYTHON) examples/quickstart/prepare.py $(CONFIG)
+	$(PYTHON) -m megatron_rlzero train $(CONFIG) run_dir=$(RUN)
+
+test: venv
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest
+
+test-full: venv
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m "full or not full"
+
+lint: venv
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+venv: .venv/installed
+
+# Everything comes from the lock file, so nothing is resolved here; uv makes a minute of what takes pip ten.
+.venv/installed: constraints/cpu.txt constraints/uv.txt setup.py
+	@python=$$(./tools/find_python) || exit 1; \
+	test -x $(PYTHON) || $$python -m venv .venv
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -r constraints/uv.txt \
+	  && .venv/bin/uv pip install --quiet --python $(PYTHON) --no-deps -r constraints/cpu.txt \
+	  && .venv/bin/uv pip install --quiet --python $(PYTHON) --no-deps --no-build-isolation -e . \
+	  || { echo "The installation failed. It needs a package index (pip's settings count for pip, UV_INDEX_URL for uv)," \
+	            "about 7 GB of disk and Linux on x86_64; 'make clean' starts over." >&2; exit 1; }
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

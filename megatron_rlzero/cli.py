@@ -1,0 +1,102 @@
+"""The commands of megatron-rlzero, each a thin call into one module."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+
+#: exit code of a configuration that cannot run
+INVALID = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code: 0, 1 after an error, 2 for an invalid configuration."""
+    parser = argparse.ArgumentParser(prog="megatron-rlzero", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, run, text in (
+        ("train", train, "train a policy; under torchrun, as one of its ranks"),
+        ("evaluate", evaluate, "held-out accuracy of model.path, sampled and greedy"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("config", help="YAML file")
+        command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+        command.set_defaults(run=run)
+    command = commands.add_parser("plot", help="write plot.png of a run: reward, KL, lag")
+    command.add_argument("run_dir")
+    command.set_defaults(run=plot)
+    parsed = parser.parse_args(arguments)
+    from megatron_rlzero.validation import ConfigError
+
+    try:
+        return parsed.run(parsed)
+    except ConfigError as error:
+        print("\n".join(error.violations), file=sys.stderr)
+        return INVALID
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (RuntimeError, FloatingPointError, FileNotFoundError, ValueError) as error:
+        if parsed.command != "plot":
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+        print(error, file=sys.stderr)
+        return 1
+
+
+def train(parsed: argparse.Namespace) -> int:
+    """Checks everything, then starts the ranks; a rank runs its part."""
+    from megatron_rlzero.launch import is_rank, launch
+    from megatron_rlzero.validation import load
+
+    if is_rank():
+        warnings.filterwarnings("ignore", module=r"megatron\.core|torch")  # fused kernels that are not installed
+        from megatron_rlzero.run import run
+
+        run(load(parsed.config, parsed.overrides, starting=False))
+        return 0
+    config = load(parsed.config, parsed.overrides)
+    code = launch(["-m", "megatron_rlzero", "train", parsed.config, *parsed.overrides], config.learner.world_size)
+    if code == 0:
+        from rich.console import Console
+
+        from megatron_rlzero.plot import plot
+        from megatron_rlzero.summary import summarise
+
+        plot(config.run_dir)
+        summarise(config, Console(soft_wrap=True))
+    return code
+
+
+def evaluate(parsed: argparse.Namespace) -> int:
+    """Starts servers on model.path and grades their responses to the held-out prompts."""
+    import numpy as np
+
+    from megatron_rlzero.generation.engine import RolloutEngine
+    from megatron_rlzero.validation import ConfigError, load, validate
+
+    config = load(parsed.config, parsed.overrides, starting=False)
+    config.run_dir = f"{config.run_dir}/evaluate-{time.strftime('%Y%m%d-%H%M%S')}"  # for the logs
+    if violations := validate(config):
+        raise ConfigError(violations)
+    engine = RolloutEngine(config)
+    try:
+        engine.wait_ready()
+        engine.label_weights(0)
+        for greedy in (False, True):
+            rollouts = engine.evaluate(greedy)
+            accuracy = float(np.mean([r.reward for r in rollouts]))
+            print(f"{'greedy' if greedy else 'sampled'} pass@1 {accuracy:.4f} over {len(rollouts)} prompts")
+    finally:
+        engine.close()
+    return 0
+
+
+def plot(parsed: argparse.Namespace) -> int:
+    """Prints where the picture lies."""
+    from megatron_rlzero.plot import plot as write
+
+    print(write(parsed.run_dir))
+    return 0

@@ -1,0 +1,262 @@
+"""A real vLLM server: sampling, in-flight refits, refused weights, and processes that end with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_rlzero.config import Config
+from megatron_rlzero.generation import http, requests
+from megatron_rlzero.generation.engine import RolloutEngine
+from megatron_rlzero.generation.refit import Refit
+from megatron_rlzero.generation.requests import Answer
+from megatron_rlzero.resharding.layout import whole_tensors
+
+LONG = 700
+PROMPTS = [[2, 20 + n, 30 + n, 1, 3] for n in range(8)]
+KEYS = [(1, 0, item, 0) for item in range(8)]
+
+Weights = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def config(make_config) -> Config:
+    config = make_config()
+    config.rollout.max_response_tokens = LONG
+    return config
+
+
+@pytest.fixture(scope="module")
+def engine(config: Config):
+    """Ready, with the weights that the server loaded from the directory called version 0."""
+    engine = RolloutEngine(config)
+    try:
+        engine.wait_ready()
+        engine.label_weights(0)
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def directories(model_directory: Path, make_model, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models; the first is the one that the server loaded."""
+    return [model_directory, make_model(tmp_path_factory.mktemp("other"), seed=1)]
+
+
+@pytest.fixture(scope="module")
+def weights(directories: list[Path]) -> list[Weights]:
+    return [load_file(path / "model.safetensors") for path in directories]
+
+
+def make_refit(engine: RolloutEngine, weights: Weights, deadline_s: float = 30.0) -> Refit:
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    servers = [(server.name, server.url, server.workers) for server in engine.servers]
+    return Refit(servers, 0, 1, {0: whole_tensors(shapes)}, shapes, torch.float32, None, deadline_s)
+
+
+@pytest.fixture(scope="module")
+def refit(engine: RolloutEngine, weights: list[Weights]) -> Refit:
+    return make_refit(engine, weights[0])
+
+
+def generate(engine: RolloutEngine, tokens: int, which: list[int] | None = None, key: bool = True) -> list[Answer]:
+    """The prompts' responses of exactly ``tokens`` tokens, all requests at once."""
+    which = list(range(len(PROMPTS))) if which is None else which
+
+    def one(n: int) -> Answer:
+        body = requests.body(f"test-{n}", PROMPTS[n], KEYS[n] if key else None, 1.0, tokens, ())
+        return requests.parse(http.post(engine.servers[0].url + requests.ROUTE, body, 60.0), tokens, ())
+
+    with ThreadPoolExecutor(len(which)) as threads:
+        return list(threads.map(one, which))
+
+
+def reference(directory: Path, prompt: list[int], answer: Answer) -> np.ndarray:
+    """transformers' log-probs of the response's tokens, float32 [n]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokens = torch.tensor([[*prompt, *answer.tokens.tolist()]])
+    with torch.no_grad():
+        logprobs = model(tokens).logits[0].log_softmax(-1)
+    rows = torch.arange(len(prompt) - 1, tokens.shape[1] - 1)
+    return logprobs[rows, tokens[0, len(prompt) :]].numpy()
+
+
+def version(engine: RolloutEngine) -> str:
+    return http.get(f"{engine.servers[0].url}/weight_info", 10.0)["weight_version"]
+
+
+def test_sampling_parameters_exist_in_vllm() -> None:
+    """vLLM ignores a misspelt one in silence."""
+    source = Path(find_spec("vllm").origin).with_name("sampling_params.py").read_text(encoding="utf-8")
+    names = requests.body("", [1], None, 1.0, 1, ())["sampling_params"]
+    assert [name for name in names if f"\n    {name}: " not in source] == []
+    assert "\n    temperatur: " not in source
+
+
+def test_draw_depends_on_the_key_alone(engine: RolloutEngine) -> None:
+    together = generate(engine, 40)
+    alone = [generate(engine, 40, [n])[0] for n in (5, 2)]
+    for n, answer in zip((5, 2), alone, strict=True):
+        assert answer.tokens.tolist() == together[n].tokens.tolist()
+    greedy = generate(engine, 40, key=False)
+    assert all(g.logprobs.mean() > t.logprobs.mean() for g, t in zip(greedy, together, strict=True))
+    assert all(g.tokens.tolist() != t.tokens.tolist() for g, t in zip(greedy, together, strict=True))
+
+
+def test_refit_equals_a_fresh_server(
+    engine: RolloutEngine, refit: Refit, weights: list[Weights], directories: list[Path]
+) -> None:
+    fresh = generate(engine, 40)
+    stats = refit.push(weights[1], 1)
+    assert stats.bytes == sum(tensor.numel() * 4 for tensor in weights[1].values())
+    assert stats.detached == ()
+    other = generate(engine, 40)
+    for prompt, answer in zip(PROMPTS, other, strict=True):
+        assert np.abs(answer.logprobs - reference(directories[1], prompt, answer)).max() < 1e-4
+        assert np.abs(answer.logprobs - reference(directories[0], prompt, answer)).max() > 0.1
+    refit.push(weights[0], 2)
+    again = generate(engine, 40)
+    for before, after, between in zip(fresh, again, other, strict=True):
+        assert before.tokens.tolist() == after.tokens.tolist() != between.tokens.tolist()
+        assert np.abs(before.logprobs - after.logprobs).max() <= 1e-5
+        assert set(after.versions.tolist()) == {2}
+
+
+def test_two_refits_in_flight(
+    engine: RolloutEngine, refit: Refit, weights: list[Weights], directories: list[Path]
+) -> None:
+    first = int(version(engine))
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(generate, engine, LONG)
+        for step, tensors in enumerate((weights[1], weights[0]), first + 1):
+            time.sleep(0.5)
+            assert not future.done(), "the responses ended before the weights changed; raise LONG"
+            refit.push(tensors, step)
+        answers = future.result()
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert sorted(set(answer.versions.tolist())) == [first, first + 1, first + 2]
+        assert (np.diff(answer.versions) >= 0).all()
+        old, new = (reference(path, prompt, answer) for path in directories)
+        by_version = np.where(answer.versions == first + 1, new, old)
+        assert np.abs(answer.logprobs - by_version).max() < 1e-4
+        assert np.abs(answer.logprobs - np.where(answer.versions == first + 1, old, new)).max() > 0.1
+
+
+def test_bad_weights_leave_the_old_ones(engine: RolloutEngine, refit: Refit, weights: list[Weights]) -> None:
+    before, number = generate(engine, 20), version(engine)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    poisoned = {**weights[1], name: weights[1][name].clone()}
+    poisoned[name][3, 4] = torch.nan
+    with pytest.raises(RuntimeError, match=r"refused the weights: 1 of .* of model.layers.1.mlp.experts.2.up_proj"):
+        refit.push(poisoned, 1000)
+    without = {key: tensor for key, tensor in weights[1].items() if key != name}
+    with pytest.raises(RuntimeError, match=r"refused the weights: 1 tensors differ .*experts.2.up_proj"):
+        make_refit(engine, without)
+    wrong = {**weights[1], name: weights[1][name][:5]}
+    with pytest.raises(RuntimeError, match=r"refused the weights: 1 tensors differ .*experts.2.up_proj"):
+        make_refit(engine, wrong)
+    assert version(engine) == number
+    for old, now in zip(before, generate(engine, 20), strict=True):
+        assert old.tokens.tolist() == now.tokens.tolist()
+        assert np.array_equal(old.logprobs, now.logprobs)
+    repaired = make_refit(engine, weights[1])  # the server takes good weights after bad ones
+    repaired.push(weights[1], int(number) + 1)
+    assert version(engine) == str(int(number) + 1)
+
+
+def test_updates_evaluations_and_the_bound_on_lag(engine: RolloutEngine, config: Config) -> None:
+    current = 0
+    engine.label_weights(current)
+    engine.set_version(current)
+    seen = []
+    for update in range(2):  # the second may start, because max_lag is 1
+        rollouts = engine.take(update)
+        assert [(r.item, r.sample) for r in rollouts] == sorted((r.item, r.sample) for r in rollouts)
+        assert len(rollouts) == config.loop.prompts_per_update
+        for rollout in rollouts:
+            prompt = int((~rollout.action_mask).sum())
+            assert rollout.finish_reason in ("stop", "length")
+            assert (rollout.finish_reason == "stop") == (rollout.tokens[-1] == 1)
+            assert set(rollout.versions[prompt:].tolist()) == {current}
+            assert set(rollout.versions[:prompt].tolist()) == {-1}
+            assert rollout.tokens[0] == 2
+            assert rollout.tokens[prompt - 1] == 3
+        seen += [rollout.item for rollout in rollouts]
+    assert len(set(seen)) == len(seen)
+    time.sleep(1.0)
+    engine.check_alive()
+    assert not engine.connection.poll()  # update 2 waits for version 1
+    first, second, greedy = engine.evaluate(False), engine.evaluate(False), engine.evaluate(True)
+    assert len(first) == config.eval.prompts
+    assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in second]
+    assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in greedy]
+    engine.set_version(1)
+    assert len(engine.take(2)) == config.loop.prompts_per_update
+
+
+def test_a_killed_server_ends_the_wait(engine: RolloutEngine) -> None:
+    (server,) = engine.servers
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    assert children, "the engine core is a process of its own"
+    os.kill(server.process.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"server-0 \(pid {server.process.pid}\) was killed by SIGKILL"):
+        engine.take(4)
+    assert time.monotonic() - start < 5.0
+    _, alive = psutil.wait_procs(children, timeout=5.0)
+    assert alive == []
+    engine.close()
+    engine.close()
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+def test_no_process_outlives_its_parent(kill: signal.Signals, make_config, tmp_path: Path) -> None:
+    """Killed while the engine core is starting, before vLLM has loaded any plugin there."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent("""
+            import pickle, sys
+            from megatron_rlzero.generation.engine import RolloutEngine
+            engine = RolloutEngine(pickle.load(open(sys.argv[1], "rb")))
+            try:
+                engine.wait_ready()
+                engine.take(0)
+            finally:
+                engine.close()
+        """)
+    )
+    import pickle
+
+    stored = tmp_path / "config.pickle"
+    stored.write_bytes(pickle.dumps(make_config()))
+    parent = subprocess.Popen([sys.executable, str(script), str(stored)], start_new_session=True)
+    try:
+        family: list[psutil.Process] = []
+        while len(family) < 3:  # API server, client, engine core
+            assert parent.poll() is None
+            time.sleep(0.2)
+            family = [p for p in psutil.Process(parent.pid).children(recursive=True) if "resource_tracker" not in str(p.cmdline())]
+        os.killpg(parent.pid, kill)
+        parent.wait(15.0)
+        _, alive = psutil.wait_procs(family, timeout=5.0)
+        assert alive == []
+    finally:
+        if parent.poll() is None:
+            parent.kill()

@@ -1,0 +1,64 @@
+"""Qwen3-MoE and the objective in plain torch, float64, one response at a time: what the learner is compared with."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """[n] -> [n - 1]: natural log-probability of each token but the first."""
+    n, dim, eps = len(tokens), hf["head_dim"], hf["rms_norm_eps"]
+    heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
+    theta = hf["rope_parameters"]["rope_theta"]
+    angle = torch.arange(n, dtype=torch.float64)[:, None] * theta ** (
+        -torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    )
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+    def norm(x, w):
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * w
+
+    def rotate(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    x = weights["model.embed_tokens.weight"][tokens]
+    for i in range(hf["num_hidden_layers"]):
+        w = {k.removeprefix(f"model.layers.{i}."): v for k, v in weights.items() if k.startswith(f"model.layers.{i}.")}
+        h = norm(x, w["input_layernorm.weight"])
+        q, k, v = ((h @ w[f"self_attn.{p}_proj.weight"].T).unflatten(1, (-1, dim)) for p in "qkv")
+        q = rotate(norm(q, w["self_attn.q_norm.weight"]))
+        k = rotate(norm(k, w["self_attn.k_norm.weight"]))
+        k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
+        p = scores.masked_fill(~causal, float("-inf")).softmax(-1)
+        x = x + torch.einsum("hqk,khd->qhd", p, v).flatten(1) @ w["self_attn.o_proj.weight"].T
+        h = norm(x, w["post_attention_layernorm.weight"])
+        p = (h @ w["mlp.gate.weight"].T).softmax(-1)
+        top, chosen = p.topk(hf["num_experts_per_tok"], -1)
+        if hf["norm_topk_prob"]:
+            top = top / top.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for e in range(p.shape[1]):
+            rows, slot = (chosen == e).nonzero(as_tuple=True)
+            expert = {m: w[f"mlp.experts.{e}.{m}_proj.weight"] for m in ("gate", "up", "down")}
+            y = (silu(h[rows] @ expert["gate"].T) * (h[rows] @ expert["up"].T)) @ expert["down"].T
+            out = out.index_add(0, rows, y * top[rows, slot, None])
+        x = x + out
+    logits = norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+    return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def objective(hf: dict, weights: dict[str, Tensor], responses: list[dict]) -> Tensor:
+    """-(1/B) sum_i (1/T_i) sum_t A_i w_it, written down from its formula.
+
+    Each response has ``tokens`` int64 [n], ``action`` bool [n], ``log_mu`` float64 [n] and ``advantage``.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for r in responses:
+        action = r["action"][1:]
+        if action.any():
+            ratio = (log_probs(hf, weights, r["tokens"]) - r["log_mu"][1:])[action].exp()
+            total = total - r["advantage"] * ratio.mean()
+    return total / len(responses)

@@ -1,0 +1,80 @@
+"""Small real checkpoints and batches for the tests."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_rlzero.config import Config
+from megatron_rlzero.rollout import Rollout
+
+
+def make_qwen3_moe(directory: Path, **settings: object) -> Path:
+    """A random Qwen3-MoE as transformers writes it: 2 layers, hidden 64, 4 experts top-2, vocabulary 100."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = dict(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(config | settings)))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # weights of 1 would hide a norm that is swapped or left out
+            parameter.data.uniform_(0.5, 1.5)
+    model.save_pretrained(directory)
+    return directory
+
+
+def rollouts(count: int, vocab_size: int = 100, longest: int = 48, seed: int = 0) -> list[Rollout]:
+    """Random responses of uneven lengths; one has no action token, one has nothing but its last."""
+    random = np.random.default_rng(seed)
+    result = []
+    for i in range(count):
+        n = int(random.integers(4, longest))
+        first = {1: n, 2: n - 1}.get(i, int(random.integers(1, n)))
+        action = np.arange(n) >= first
+        result.append(
+            Rollout(
+                update=0,
+                item=i,
+                sample=0,
+                tokens=random.integers(0, vocab_size, n).astype(np.int32),
+                action_mask=action,
+                logprobs=np.where(action, random.uniform(-5, -3.5, n), 0).astype(np.float32),
+                versions=np.where(action, 0, -1).astype(np.int32),
+                reward=float(random.integers(0, 2)),
+                finish_reason="stop",
+            )
+        )
+    return result
+
+
+def learner_config(model: Path, run_dir: Path, **learner: object) -> Config:
+    """A configuration for the learner alone; optimizer settings as ``optimizer_NAME``."""
+    config = Config(run_dir=str(run_dir))
+    config.model.path = str(model)
+    config.model.dtype = str(learner.pop("dtype", "fp32"))
+    config.rollout.temperature = float(learner.pop("temperature", 1.0))
+    config.learner.optimizer.lr = 1e-3
+    config.learner.optimizer.lr_warmup_updates = 0
+    # Adam's first steps are the sign of the gradient where it is far above eps: rounding noise in an element that is
+    # zero but for it would count as a whole step.
+    config.learner.optimizer.adam_eps = 1e-5
+    for name, value in learner.items():
+        target = config.learner.optimizer if name.startswith("optimizer_") else config.learner
+        setattr(target, name.removeprefix("optimizer_"), value)
+    return config
