@@ -1,8 +1,9 @@
 """Makes the quick start's base model: a tiny Qwen3-MoE, warmed up by maximum likelihood with the learner itself.
 
 Usage: python examples/quickstart/prepare.py CONFIG [a.b=c ...]. Writes the Hugging Face directory that CONFIG names as
-model.path. The teacher is noisy: each letter of an answer is replaced with probability NOISE, so that the model knows
-the task and samples it badly, which leaves something to learn by reinforcement.
+model.path. The teacher leaves something to learn by reinforcement: it replaces each letter of an answer by a random one
+with probability NOISE, which greedy decoding sees through, and takes b for d and p for q, and the other way round, with
+probability CONFUSION, which it does not.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-STEPS, BATCH, LEARNING_RATE, BETA2, NOISE = 300, 128, 2e-3, 0.98, 0.15
+STEPS, BATCH, LEARNING_RATE, BETA2 = 300, 128, 2e-3, 0.98
+NOISE, CONFUSION, MIRRORED = 0.15, 0.55, str.maketrans("bdpqBDPQ", "dbqpDBQP")
 
 
 def make_tokenizer(directory: Path) -> int:
@@ -87,6 +89,7 @@ def lesson(config: Config, tokenizer, environment, step: int) -> list[Rollout]:
         problem = environment.problem(item)
         prompt = encode_prompt(tokenizer, problem, config.rollout.max_prompt_tokens)
         answer = problem.removeprefix(SENTENCE)[::-1]
+        answer = "".join(c.translate(MIRRORED) if draw.random() < CONFUSION else c for c in answer)
         answer = "".join(draw.choice(letters) if draw.random() < NOISE else c for c in answer)
         tokens = [*prompt, *tokenizer.encode(answer, add_special_tokens=False), end]
         action = np.arange(len(tokens)) >= len(prompt)

@@ -1,5 +1,6 @@
-"""Linear: y = x W^T + b on fixed row tiles."""
+"""Linear on fixed row tiles, alone and split over tensor-parallel ranks."""
 
+from megatron_rlzero.kernels.linear.parallel import column_parallel, row_parallel
 from megatron_rlzero.kernels.linear.reference import linear
 
-__all__ = ["linear"]
+__all__ = ["column_parallel", "linear", "row_parallel"]

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.linear import linear
+from megatron_rlzero.kernels.reduction import all_reduce, gather, reduce_scatter, sliced_product
 
 
 def log_prob(
@@ -21,28 +22,33 @@ def log_prob(
     targets: Tensor,
     vocab_size: int,
     temperature: float = 1.0,
+    slices: int = 1,
     group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden W^T / temperature) at ``targets``, and the entropy of that distribution.
 
     Args:
-        hidden: [tokens, H], the same on all ranks of ``group``.
+        hidden: [tokens, H], the same on all ranks of ``group``, or [tokens / ranks, H] with sequence parallelism.
         weight: [padded vocabulary / ranks, H], this rank's rows; a multiple of tiles.VOCABULARY rows on each rank
             where there is more than one.
         targets: int64 [tokens].
         vocab_size: ids from here on are padding.
+        slices: of the padded vocabulary, a multiple of the number of ranks; order of the sum in the gradient of
+            ``hidden``.
         group: tensor-parallel group, or None for one rank.
 
     Returns:
         fp32 [tokens] natural log-probabilities, differentiable, and fp32 [tokens] entropies in nats, which are not.
-        The gradient of ``hidden`` is this rank's part: the caller's mapping adds it over ``group``.
     """
-    return _LogProb.apply(hidden, weight, targets, vocab_size, temperature, group)
+    return _LogProb.apply(hidden, weight, targets, vocab_size, temperature, slices, group, sequence_parallel)
 
 
 class _LogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, temperature, group):
+    def forward(ctx, hidden, weight, targets, vocab_size, temperature, slices, group, sequence_parallel):
+        ctx.layout = (slices, group, sequence_parallel)
+        hidden = gather(hidden, group) if sequence_parallel else hidden
         ranks = dist.get_world_size(group) if group is not None else 1
         first = weight.shape[0] * (dist.get_rank(group) if group is not None else 0)
         if ranks > 1 and weight.shape[0] % tiles.VOCABULARY:
@@ -53,7 +59,7 @@ class _LogProb(torch.autograd.Function):
         log_probs, entropies, normalisers = (
             torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device) for _ in range(3)
         )
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+        for rows in _chunks(hidden.shape[0], vocab_size):
             logits = _logits(hidden[rows], weight, *ctx.shard)
             peak = logits.amax(dim=-1)
             _all_reduce(peak, dist.ReduceOp.MAX, group)
@@ -78,24 +84,27 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         hidden, weight, targets, normalisers = ctx.saved_tensors
-        first, _, temperature = ctx.shard
-        grad_hidden = torch.empty_like(hidden)
+        first, vocab_size, temperature = ctx.shard
+        slices, group, sequence_parallel = ctx.layout
+        mine = slices // (dist.get_world_size(group) if group is not None else 1)
+        grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+        for rows in _chunks(hidden.shape[0], vocab_size):
             # d log p(target) / d logits = onehot(target) - p
             d = (_logits(hidden[rows], weight, *ctx.shard) - normalisers[rows, None]).exp().neg_()
             local = targets[rows] - first
             at = ((local >= 0) & (local < weight.shape[0])).nonzero()[:, 0]
             d[at, local[at]] += 1
-            d = (d * (grad[rows, None] / temperature)).to(weight.dtype)
-            grad_hidden[rows] = d @ weight
-            grad_weight += (d.T @ hidden[rows]).float()
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            d = d * (grad[rows, None] / temperature)
+            grad_hidden[rows] = sliced_product(d, weight, mine)
+            grad_weight += d.T @ hidden[rows].float()
+        grad_hidden = (reduce_scatter if sequence_parallel else all_reduce)(grad_hidden, group)
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), None, None, None, None, None, None
 
 
-def _chunks(tokens: int, shard: int) -> Iterator[slice]:
-    """Row slices, multiples of tiles.ROWS, whose fp32 logits stay within tiles.LOGITS elements."""
-    step = max(tiles.LOGITS // shard // tiles.ROWS, 1) * tiles.ROWS
+def _chunks(tokens: int, vocab_size: int) -> Iterator[slice]:
+    """Row slices, multiples of tiles.ROWS, whose fp32 logits over all ranks stay within tiles.LOGITS elements."""
+    step = max(tiles.LOGITS // vocab_size // tiles.ROWS, 1) * tiles.ROWS
     return (slice(i, min(i + step, tokens)) for i in range(0, tokens, step))
 
 

@@ -2,13 +2,34 @@
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_rlzero.kernels.linear import linear
+from megatron_rlzero.kernels.reduction import gather
 
 
-def gate(x: Tensor, weight: Tensor) -> Tensor:
-    """fp32 router logits [tokens, E] of x [tokens, H] and weight [E, H], whatever dtype those have."""
-    return linear(x.float(), weight.float())
+def gate(x: Tensor, weight: Tensor, rows: ProcessGroup | None = None) -> Tensor:
+    """fp32 router logits [tokens, E] of x [tokens, H] and weight [E, H], whatever dtype those have.
+
+    Args:
+        rows: ranks over which the tokens are split. The gradient of ``weight`` is the whole one on every rank.
+    """
+    return _Gate.apply(x, weight, rows)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, rows):
+        ctx.save_for_backward(x, weight)
+        ctx.rows = rows
+        return linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x = linear(grad, weight.float().T).to(x.dtype)
+        grad_weight = gather(grad, ctx.rows).T @ gather(x, ctx.rows).float()
+        return grad_x, grad_weight.to(weight.dtype), None
 
 
 def top_k(logits: Tensor, k: int, renormalise: bool, scaling: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,8 @@ class Architecture(Protocol):
         """Megatron's hybrid layer pattern with its pipeline cuts."""
         ...
 
-    def parameters(self, hf: dict[str, Any]) -> dict[str, Rule]:
-        """Megatron parameter, named with global layer and expert numbers -> rule."""
+    def parameters(self, hf: dict[str, Any], slices: int) -> dict[str, Rule]:
+        """Megatron parameter, named with global layer and expert numbers -> rule; ``slices`` pads the vocabulary."""
         ...
 
     def tensors(self, hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -61,15 +61,15 @@ def layer_pattern(hf: dict[str, Any], stages: int) -> str:
     return "|".join(["*E" * (hf["num_hidden_layers"] // stages)] * stages)
 
 
-def parameters(hf: dict[str, Any]) -> dict[str, Rule]:
+def parameters(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
     hidden, dim = hf["hidden_size"], hf["head_dim"]
     heads, groups, width = hf["num_attention_heads"], hf["num_key_value_heads"], hf["moe_intermediate_size"]
-    embedding = Vocabulary("model.embed_tokens.weight", (hf["vocab_size"], hidden))
+    embedding = Vocabulary("model.embed_tokens.weight", (hf["vocab_size"], hidden), slices)
     tied = hf.get("tie_word_embeddings", False)
     table: dict[str, Rule] = {
         "embedding.word_embeddings.weight": embedding,
         "decoder.final_norm.weight": Split("model.norm.weight", (hidden,)),
-        "output_layer.weight": embedding if tied else Vocabulary("lm_head.weight", (hf["vocab_size"], hidden)),
+        "output_layer.weight": embedding if tied else Vocabulary("lm_head.weight", (hf["vocab_size"], hidden), slices),
     }
     for i in range(hf["num_hidden_layers"]):
         h, attention, moe = f"model.layers.{i}", f"decoder.layers.{2 * i}", f"decoder.layers.{2 * i + 1}"
@@ -98,7 +98,7 @@ def parameters(hf: dict[str, Any]) -> dict[str, Rule]:
 
 def tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for rule in parameters(hf).values():
+    for rule in parameters(hf, slices=1).values():
         for piece in rule.pieces("", 0, 1):
             known = shapes.get(piece.tensor, (0,) * len(piece.box.stop))
             shapes[piece.tensor] = tuple(map(max, known, piece.box.stop))

@@ -12,9 +12,6 @@ from typing import Protocol
 
 from megatron_rlzero.resharding.layout import Box, Piece
 
-#: Megatron's vocabulary is padded to a multiple of this on every tensor-parallel rank.
-VOCABULARY_MULTIPLE = 128
-
 
 class Rule(Protocol):
     """The content of one parameter."""
@@ -88,18 +85,21 @@ class Vocabulary:
 
     tensor: str
     shape: tuple[int, ...]
+    multiple: int
 
     def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
-        step = padded_vocab_size(self.shape[0], size) // size
+        step = _divide(padded_vocab_size(self.shape[0], self.multiple), size, self.tensor)
         start, stop = min(rank * step, self.shape[0]), min((rank + 1) * step, self.shape[0])
         if start < stop:
             yield Piece(self.tensor, _rows(self.shape, 0, start, stop), local, _rows(self.shape, 0, 0, stop - start))
 
 
-def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Smallest multiple of VOCABULARY_MULTIPLE times the tensor-parallel size that holds ``vocab_size``."""
-    multiple = VOCABULARY_MULTIPLE * tensor_parallel
-    return -(-vocab_size // multiple) * multiple
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """Rows of an embedding of ``vocab_size``: blocks of 128 ids, the same number in each of ``multiple`` slices.
+
+    It does not depend on the tensor-parallel size, which divides the number of slices.
+    """
+    return -(-vocab_size // (128 * multiple)) * 128 * multiple
 
 
 def check_complete(pieces: list[Piece], tensors: dict[str, tuple[int, ...]]) -> None:

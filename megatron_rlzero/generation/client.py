@@ -54,20 +54,20 @@ class Client:
         self.version_changed = asyncio.Condition()
 
     async def run(self) -> None:
-        """Returns when rank 0 says close or is gone; raises what any task raises."""
+        """Ends the process when rank 0 says close or is gone; raises what any task raises."""
         self.graders = Graders(self.config.environment)
         closed = asyncio.Event()
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # the server closes idle ones after 5 s
         patience = aiohttp.ClientTimeout(total=None, sock_connect=30.0)  # a long generation is no fault
-        async with aiohttp.ClientSession(connector=connector, timeout=patience) as self.session:
-            async with asyncio.TaskGroup() as self.tasks:
-                asyncio.get_running_loop().add_reader(self.connection.fileno(), self._receive, closed)
-                producer = self.tasks.create_task(self._produce())
-                self.outbox.put(("ready",))
-                await closed.wait()
-                asyncio.get_running_loop().remove_reader(self.connection.fileno())
-                producer.cancel()
-                os._exit(0)  # what is in flight has no reader any more
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=patience) as self.session,
+            asyncio.TaskGroup() as self.tasks,
+        ):
+            asyncio.get_running_loop().add_reader(self.connection.fileno(), self._receive, closed)
+            self.tasks.create_task(self._produce())
+            self.outbox.put(("ready",))
+            await closed.wait()
+            os._exit(0)  # what is in flight has no reader any more
 
     def _receive(self, closed: asyncio.Event) -> None:
         try:
@@ -99,9 +99,7 @@ class Client:
 
     async def _update(self, update: int) -> None:
         loop = self.config.loop
-        prompts = prompts_of_update(
-            self.config.seed, len(self.environments["train"]), loop.prompts_per_update, update
-        )
+        prompts = prompts_of_update(self.config.seed, len(self.environments["train"]), loop.prompts_per_update, update)
         work = [(prompt, sample) for prompt in prompts for sample in range(loop.samples_per_prompt)]
         rollouts = await self._respond_all(f"update {update}", "train", update, work, greedy=False)
         self.outbox.put(("update", update, rollouts))

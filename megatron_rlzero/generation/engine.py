@@ -76,9 +76,8 @@ class RolloutEngine:
             if waiting and time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
                 report(f"waiting for {', '.join(s.name for s in waiting)}: {seconds:.0f} s")
-                time.sleep(POLL_S)
-            elif waiting:
-                time.sleep(POLL_S)
+            if waiting and self.connection.poll(POLL_S):  # ready, or an error that ends the wait
+                self._receive()
         for each in self.servers:
             server.check_plugin(each)
         while not self.ready:
@@ -146,8 +145,8 @@ class RolloutEngine:
     def _send(self, *message: Any) -> None:
         try:
             self.connection.send(message)
-        except OSError:
-            self._raise_dead("rollout client: the pipe is closed")
+        except OSError as error:
+            raise self._client_ended() from error
 
     def _wait(self, key: tuple[str, int]) -> list[Rollout]:
         while key not in self.messages:
@@ -161,29 +160,30 @@ class RolloutEngine:
             return
         try:
             kind, *content = self.connection.recv()
-        except (EOFError, OSError):
-            self._raise_dead("rollout client: the pipe is closed")
+        except (EOFError, OSError) as error:
+            raise self._client_ended() from error
         if kind == "error":
-            self._raise_dead(f"rollout client: {content[0]}")
+            # A dead server first shows as failed requests: its own end says more than what the client saw.
+            for each in self.servers:
+                each.wait_dead(2 * HEALTH_S)
+            raise RuntimeError(f"rollout client: {content[0]}; see {self.client_log}")
         if kind == "ready":
             self.ready = True
         else:
             self.messages[kind, content[0]] = content[1]
 
-    def _raise_dead(self, otherwise: str) -> None:
-        """A dead server first shows as failed requests: its own end says more than what the client saw."""
-        for each in self.servers:
-            each.wait_dead(2 * HEALTH_S)
-        raise RuntimeError(f"{otherwise}; see {self.client_log}")
+    def _client_ended(self) -> RuntimeError:
+        self.client.wait(server.GRACE_S)
+        return RuntimeError(
+            f"rollout client {server.how_it_ended(self.client)}; the end of {self.client_log}:\n"
+            f"{server.tail(self.client_log)}"
+        )
 
     def _check_processes(self) -> None:
         for each in self.servers:
             each.check_alive()
         if self.client.poll() is not None and not self.connection.poll():
-            raise RuntimeError(
-                f"rollout client (pid {self.client.pid}) ended with exit code {self.client.returncode}; "
-                f"the end of {self.client_log}:\n{server.tail(self.client_log)}"
-            )
+            raise self._client_ended()
 
 
 def _attach(index: int, url: str) -> Server:

@@ -13,14 +13,12 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from megatron_rlzero.generation.requests import ARGUMENT
 from megatron_rlzero.generation.sampling import sample, stream
 from megatron_rlzero.invariance.vllm import Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-#: our entry of a request's ``extra_args``
-ARGUMENT = "megatron_rlzero"
 
 
 class SeededSampling(LogitsProcessor):

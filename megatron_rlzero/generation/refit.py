@@ -17,13 +17,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Store, TCPStore
 
 from megatron_rlzero.generation import http
-from megatron_rlzero.generation.rendezvous import LOOPBACK, join, to_json
+from megatron_rlzero.generation.rendezvous import LOOPBACK, REFUSED, join, to_json
 from megatron_rlzero.resharding.layout import Layout, whole_tensors
 from megatron_rlzero.resharding.plan import Transfer, plan
 from megatron_rlzero.resharding.transport import execute
 
-#: as in generation/weight_transfer.py, which imports vLLM
-REFUSED = "refused the weights"
 #: seconds that a server's answer may come after the deadline of its own messages
 SLACK_S = 5.0
 

@@ -12,6 +12,8 @@ from megatron_rlzero.resharding.layout import Box
 from megatron_rlzero.resharding.plan import Transfer
 
 LOOPBACK = "127.0.0.1"
+#: begins what a server says of weights that it will not take; its old weights and version stay
+REFUSED = "refused the weights"
 
 
 def join(store: TCPStore, rank: int, size: int, deadline_s: float) -> ProcessGroupGloo:

@@ -47,7 +47,9 @@ def end_tokens(path: str | Path, tokenizer_end: int | None) -> frozenset[int]:
         value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     if not found:
-        raise ValueError(f"model.path = {path}: neither configuration nor tokenizer names an end token; set eos_token_id")
+        raise ValueError(
+            f"model.path = {path}: neither configuration nor tokenizer names an end token; set eos_token_id"
+        )
     return frozenset(found)
 
 

@@ -40,9 +40,8 @@ class Server:
 
     def check_alive(self) -> None:
         """Raises RuntimeError with the exit code and the end of the log if the child process has ended."""
-        if self.process is not None and (code := self.process.poll()) is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            raise RuntimeError(f"{self.name} (pid {self.process.pid}) {how}; the end of {self.log}:\n{tail(self.log)}")
+        if self.process is not None and self.process.poll() is not None:
+            raise RuntimeError(f"{self.name} {how_it_ended(self.process)}; the end of {self.log}:\n{tail(self.log)}")
 
     def wait_dead(self, timeout_s: float) -> None:
         """Raises as ``check_alive`` does if the child ends within ``timeout_s``; else returns after it."""
@@ -101,6 +100,13 @@ def stop(processes: list[subprocess.Popen]) -> None:
         with contextlib.suppress(ProcessLookupError):  # then nothing of it is left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def how_it_ended(process: subprocess.Popen) -> str:
+    """ "(pid N) ended with exit code C", or the signal that killed it."""
+    code = process.returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"(pid {process.pid}) {how}"
 
 
 def flags(config: Config, port: int) -> list[str]:

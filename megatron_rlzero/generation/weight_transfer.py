@@ -19,11 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_rlzero.generation.rendezvous import LOOPBACK, from_json, join
+from megatron_rlzero.generation.rendezvous import LOOPBACK, REFUSED, from_json, join
 from megatron_rlzero.resharding.transport import execute
-
-#: begins what a server says of weights that it will not take; its old weights and version stay
-REFUSED = "refused the weights"
 
 
 @dataclass

@@ -9,16 +9,13 @@ from __future__ import annotations
 from functools import lru_cache, partial
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -35,46 +32,70 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 from megatron_rlzero.kernels.activation import silu_and_mul
 from megatron_rlzero.kernels.attention import attention
 from megatron_rlzero.kernels.experts import combine, grouped_linear
-from megatron_rlzero.kernels.linear import linear
+from megatron_rlzero.kernels.linear import column_parallel, row_parallel
 from megatron_rlzero.kernels.log_prob import log_prob
 from megatron_rlzero.kernels.norm import rms_norm
 from megatron_rlzero.kernels.rotary import apply_rotary, rotary_table
 from megatron_rlzero.kernels.router import gate, top_k
 
 
-def _norm_weight(config: TransformerConfig, size: int) -> Parameter:
-    """A norm's weight; under sequence parallelism its gradient is summed over the tensor-parallel ranks."""
-    weight = Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-    weight.sequence_parallel = config.sequence_parallel
+def _replicated(weight: Parameter) -> Parameter:
+    """Marks a weight that every tensor-parallel rank holds and for which each computes the whole gradient.
+
+    Megatron then averages the ranks' gradients, which are equal: that changes no bit for a power of two of ranks.
+    """
+    weight.sequence_parallel = False
+    weight.average_gradients_across_tp_domain = True
     return weight
 
 
+def _ones(config: TransformerConfig, size: int) -> Parameter:
+    return _replicated(Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())))
+
+
+def _row_group(config: TransformerConfig) -> ProcessGroup | None:
+    """Ranks over which the tokens are split outside attention and MLP."""
+    return parallel_state.get_tensor_model_parallel_group() if config.sequence_parallel else None
+
+
 class Norm(Module):
-    """RMSNorm over the last dimension."""
+    """RMSNorm over the last dimension of [tokens, batch, hidden]."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = _norm_weight(config, hidden_size)
+        self.eps, self.rows = eps, _row_group(config)
+        self.weight = _ones(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, rows=self.rows)
+
+
+class HeadNorm(Module):
+    """RMSNorm over the head dimension of [tokens, batch, heads, dim]; the ranks hold different heads."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps, self.heads = eps, parallel_state.get_tensor_model_parallel_group()
+        self.weight = _ones(config, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, heads=self.heads)
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Column-parallel linear: Megatron's communication around our product."""
+    """Column-parallel linear: parameters and options are Megatron's, product and communication ours."""
 
-    def _forward_impl(self, input, weight, *, bias, allreduce_dgrad, sequence_parallel, **_):
-        if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
-        elif allreduce_dgrad:
-            input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
-        return linear(input, weight, bias)
+    def _forward_impl(self, input, weight, *, bias, **_):
+        y = column_parallel(
+            input.flatten(0, -2), weight, self.config.reduction_slices, self.tp_group, self.sequence_parallel
+        ).reshape(-1, *input.shape[1:-1], weight.shape[0])
+        return y if bias is None else y + bias
 
 
 class NormColumnLinear(ColumnLinear):
@@ -82,10 +103,11 @@ class NormColumnLinear(ColumnLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = _norm_weight(config, input_size)
+        self.rows = _row_group(config)
+        self.layer_norm_weight = _ones(config, input_size)
 
     def forward(self, input_, *args, **kwargs):
-        normed = rms_norm(input_, self.layer_norm_weight, self.config.layernorm_epsilon)
+        normed = rms_norm(input_, self.layer_norm_weight, self.config.layernorm_epsilon, rows=self.rows)
         return super().forward(normed, *args, **kwargs)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -94,10 +116,15 @@ class NormColumnLinear(ColumnLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """Row-parallel linear: our product, Megatron's reduction."""
+    """Row-parallel linear: parameters and options are Megatron's, product and reduction ours."""
 
-    def _forward_impl(self, input, weight, *, bias, **_):
-        return linear(input, weight, bias)
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        y = row_parallel(
+            input_.flatten(0, -2), self.weight, self.config.reduction_slices, self.tp_group, self.sequence_parallel
+        ).reshape(-1, *input_.shape[1:-1], self.weight.shape[0])
+        if self.bias is not None and not self.skip_bias_add:
+            return y + self.bias, None
+        return y, self.bias
 
 
 @lru_cache
@@ -139,8 +166,12 @@ class CoreAttention(MegatronModule):
 class Router(TopKRouter):
     """Megatron's top-k router with our gate and choice; auxiliary losses stay Megatron's, off unless configured."""
 
+    def __init__(self, config: TransformerConfig, **kwargs: object) -> None:
+        super().__init__(config, **kwargs)
+        _replicated(self.weight)
+
     def gating(self, input: Tensor) -> Tensor:
-        return gate(input.flatten(0, -2), self.weight).reshape(*input.shape[:-1], -1)
+        return gate(input.flatten(0, -2), self.weight, _row_group(self.config)).reshape(*input.shape[:-1], -1)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities fp32 [tokens, E], zero where not chosen, and bool [tokens, E]."""
@@ -232,12 +263,16 @@ class LogProbOutput(ColumnLinear):
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         """hidden [tokens (/ tp), 1, H] -> fp32 [tokens, 1, 2]: log-probability, entropy."""
-        if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        weight = self.weight if weight is None else weight
-        pair = log_prob(hidden[:, 0], weight, self.targets, self.real_vocab_size, self.temperature, self.tp_group)
+        pair = log_prob(
+            input_[:, 0],
+            self.weight if weight is None else weight,
+            self.targets,
+            self.real_vocab_size,
+            self.temperature,
+            self.config.reduction_slices,
+            self.tp_group,
+            self.sequence_parallel,
+        )
         return torch.stack(pair, dim=-1)[:, None], None
 
 
@@ -298,7 +333,7 @@ class InvariantSpecProvider(BackendSpecProvider):
         return NormColumnLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        return Norm
+        return HeadNorm if for_qk else Norm
 
     def core_attention(self) -> type:
         return CoreAttention
@@ -328,8 +363,8 @@ def hybrid_stack_spec(rope_theta: float | None, backend: BackendSpecProvider | N
                     linear_qkv=backend.column_parallel_layer_norm_linear(),
                     core_attention=partial(backend.core_attention(), rope_theta=rope_theta),
                     linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=norm,
-                    k_layernorm=norm,
+                    q_layernorm=backend.layer_norm(for_qk=True),
+                    k_layernorm=backend.layer_norm(for_qk=True),
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,

@@ -85,14 +85,14 @@ def build(config: Config, family: Architecture, hf: dict[str, Any], device: torc
     """
     with cpu.device_mode():
         transformer = transformer_config(config, family.transformer_config(hf))
+        transformer.reduction_slices = config.reduction_slices
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        tensor_parallel = config.learner.tensor_model_parallel_size
         policy = PolicyModel(
             config=transformer,
             hybrid_stack_spec=hybrid_stack_spec(family.rope_theta(hf)),
             hybrid_layer_pattern=family.layer_pattern(hf, config.learner.pipeline_model_parallel_size),
             vocab_size=hf["vocab_size"],
-            padded_vocab_size=padded_vocab_size(hf["vocab_size"], tensor_parallel),
+            padded_vocab_size=padded_vocab_size(hf["vocab_size"], config.reduction_slices),
             temperature=config.rollout.temperature,
             max_sequence_length=hf["max_position_embeddings"],
             pre_process=parallel_state.is_pipeline_first_stage(),

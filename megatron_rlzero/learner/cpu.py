@@ -6,10 +6,12 @@ stands in for them is here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -32,6 +34,11 @@ def activate() -> None:
     torch.cuda.stream = lambda stream: nullcontext()
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+
+    all_reduce = dist.all_reduce
+    dist.all_reduce = lambda tensor, op=dist.ReduceOp.SUM, group=None, async_op=False: (
+        _average(all_reduce, tensor, group) if op == dist.ReduceOp.AVG else all_reduce(tensor, op, group, async_op)
+    )
 
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
@@ -68,6 +75,12 @@ def _is_cuda(device: object) -> bool:
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.tolist() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _average(all_reduce: Callable[..., Any], tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """gloo does not average."""
+    all_reduce(tensor, dist.ReduceOp.SUM, group)
+    tensor /= dist.get_world_size(group)
 
 
 class _Stream:

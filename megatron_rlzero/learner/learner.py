@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.config import Config
+from megatron_rlzero.kernels import tiles
 from megatron_rlzero.learner import cpu
 from megatron_rlzero.learner.batch import Batch, Microbatch
 from megatron_rlzero.learner.build import DTYPES, build
@@ -67,7 +68,7 @@ class Learner:
         self.hf = read_config(config.model.path)
         family = architecture(self.hf)
         self.parts = build(config, family, self.hf, device)
-        self.weights = Weights(self.parts.policy, family, self.hf, DTYPES[config.model.dtype])
+        self.weights = Weights(self.parts.policy, family, self.hf, DTYPES[config.model.dtype], config.reduction_slices)
         self.weights.load(config.model.path)
         # The optimizer copied its main parameters before the weights were there.
         self.parts.optimizer.reload_model_params()
@@ -125,7 +126,8 @@ class Learner:
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         plan = pack(batch.lengths.tolist(), ranks, config.max_tokens_per_microbatch)[rank]
         microbatches = [
-            Microbatch.of(batch, responses, config.tensor_model_parallel_size, parts.device) for responses in plan
+            Microbatch.of(batch, responses, tiles.ROWS * self.config.reduction_slices, parts.device)
+            for responses in plan
         ]
         n = len(batch.tokens)
         # Log-probability and entropy of each token, and the loss: one rank fills each element, the rest is zero.

@@ -36,11 +36,13 @@ class Weights:
         local: this rank's parameters by Megatron's local name.
     """
 
-    def __init__(self, policy: PolicyModel, family: Architecture, hf: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(
+        self, policy: PolicyModel, family: Architecture, hf: dict[str, Any], dtype: torch.dtype, slices: int
+    ) -> None:
         self.hf, self.dtype = hf, dtype
         self.shapes = family.tensors(hf)
         self.local: dict[str, Tensor] = dict(policy.named_parameters())
-        rules = family.parameters(hf)
+        rules = family.parameters(hf, slices)
         names = {name: _global_name(name, policy) for name in self.local}
         coordinates = (
             names,

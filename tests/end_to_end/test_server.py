@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,15 +19,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation import http, requests
 from megatron_rlzero.generation.engine import RolloutEngine
 from megatron_rlzero.generation.refit import Refit
 from megatron_rlzero.generation.requests import Answer
-from megatron_rlzero.resharding.layout import whole_tensors
+from megatron_rlzero.resharding.layout import Box, Layout, Piece, whole_tensors
 
-LONG = 700
+LONG = 400
 PROMPTS = [[2, 20 + n, 30 + n, 1, 3] for n in range(8)]
 KEYS = [(1, 0, item, 0) for item in range(8)]
 
@@ -146,7 +148,7 @@ def test_two_refits_in_flight(
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(generate, engine, LONG)
         for step, tensors in enumerate((weights[1], weights[0]), first + 1):
-            time.sleep(0.5)
+            time.sleep(0.3)
             assert not future.done(), "the responses ended before the weights changed; raise LONG"
             refit.push(tensors, step)
         answers = future.result()
@@ -179,6 +181,78 @@ def test_bad_weights_leave_the_old_ones(engine: RolloutEngine, refit: Refit, wei
     repaired = make_refit(engine, weights[1])  # the server takes good weights after bad ones
     repaired.push(weights[1], int(number) + 1)
     assert version(engine) == str(int(number) + 1)
+
+
+RANK_1 = """
+import sys
+import torch
+from safetensors.torch import load_file
+from torch.distributed import TCPStore
+from megatron_rlzero.generation.refit import Refit
+sys.path.insert(0, sys.argv[1])
+from test_server import halves, local_half
+weights = load_file(sys.argv[2])
+shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+store = TCPStore("127.0.0.1", int(sys.argv[3]), 2, False)
+refit = Refit([], 1, 2, halves(shapes), shapes, torch.float32, store, 30.0)
+mine = local_half(weights, 1)
+refit.push(mine, int(sys.argv[4]))
+bad = {name: tensor.clone() for name, tensor in mine.items()}
+bad["half of lm_head.weight"][-1, -1] = torch.inf
+try:
+    refit.push(bad, 1000)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def halves(shapes: dict[str, tuple[int, ...]]) -> Layout:
+    """Two ranks: each has half the rows of a matrix, in a larger tensor of its own, and all of a vector."""
+    layout: Layout = {0: [], 1: []}
+    for name, shape in shapes.items():
+        for rank in layout:
+            start, stop = (0, shape[0]) if len(shape) == 1 else (rank * (shape[0] // 2), shape[0] // 2)
+            stop = shape[0] if rank == 1 else stop
+            box = Box((start, *(0,) * (len(shape) - 1)), (stop, *shape[1:]))
+            local = Box((1, *(0,) * (len(shape) - 1)), (1 + stop - start, *shape[1:]))
+            layout[rank].append(Piece(name, box, f"half of {name}", local))
+    return layout
+
+
+def local_half(weights: Weights, rank: int) -> Weights:
+    """What rank ``rank`` of ``halves`` holds; the row before its own is poisoned."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    return {
+        piece.local: torch.cat([weights[piece.tensor][:1] * torch.nan, weights[piece.tensor][piece.box.slices]])
+        for piece in halves(shapes)[rank]
+    }
+
+
+def test_refit_from_two_ranks(
+    engine: RolloutEngine, weights: list[Weights], directories: list[Path], tmp_path: Path
+) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights[0].items()}
+    store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    servers = [(server.name, server.url, server.workers) for server in engine.servers]
+    script = tmp_path / "rank_1.py"
+    script.write_text(RANK_1)
+    number = int(version(engine)) + 1
+    file = directories[0] / "model.safetensors"
+    arguments = [str(Path(__file__).parent), str(file), str(store.port), str(number)]
+    other = subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
+    refit = Refit(servers, 0, 2, halves(shapes), shapes, torch.float32, store, 30.0)
+    stats = refit.push(local_half(weights[0], 0), number)
+    assert stats.bytes == sum(tensor.numel() * 4 for tensor in weights[0].values())
+    assert version(engine) == str(number)
+    answers = generate(engine, 20)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert np.abs(answer.logprobs - reference(directories[0], prompt, answer)).max() < 1e-4
+        assert np.abs(answer.logprobs - reference(directories[1], prompt, answer)).max() > 0.1
+    with pytest.raises(RuntimeError, match=r"refused the weights: 1 of .* of lm_head.weight"):
+        refit.push(local_half(weights[0], 0), 1000)
+    output, _ = other.communicate(timeout=30.0)
+    assert "refused the weights: 1 of" in output
+    assert version(engine) == str(number)
 
 
 def test_updates_evaluations_and_the_bound_on_lag(engine: RolloutEngine, config: Config) -> None:
@@ -220,15 +294,30 @@ def test_a_killed_server_ends_the_wait(engine: RolloutEngine) -> None:
     with pytest.raises(RuntimeError, match=rf"server-0 \(pid {server.process.pid}\) was killed by SIGKILL"):
         engine.take(4)
     assert time.monotonic() - start < 5.0
-    _, alive = psutil.wait_procs(children, timeout=5.0)
-    assert alive == []
+    assert survivors(children, 5.0) == []
     engine.close()
     engine.close()
+
+
+def command(process: psutil.Process) -> str:
+    """Its command line; empty once it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def survivors(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that still run after ``timeout_s``; a zombie has ended and waits for its new parent to notice."""
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [process for process in alive if command(process)]
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_its_parent(kill: signal.Signals, make_config, tmp_path: Path) -> None:
     """Killed while the engine core is starting, before vLLM has loaded any plugin there."""
+    stored = tmp_path / "config.pickle"
+    stored.write_bytes(pickle.dumps(make_config()))
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent("""
@@ -242,21 +331,17 @@ def test_no_process_outlives_its_parent(kill: signal.Signals, make_config, tmp_p
                 engine.close()
         """)
     )
-    import pickle
-
-    stored = tmp_path / "config.pickle"
-    stored.write_bytes(pickle.dumps(make_config()))
     parent = subprocess.Popen([sys.executable, str(script), str(stored)], start_new_session=True)
     try:
         family: list[psutil.Process] = []
-        while len(family) < 3:  # API server, client, engine core
+        while not any("spawn_main" in command(process) for process in family):  # the engine core has begun
             assert parent.poll() is None
-            time.sleep(0.2)
-            family = [p for p in psutil.Process(parent.pid).children(recursive=True) if "resource_tracker" not in str(p.cmdline())]
+            time.sleep(0.1)
+            family = psutil.Process(parent.pid).children(recursive=True)
+        assert len(family) >= 3  # API server, client, engine core
         os.killpg(parent.pid, kill)
         parent.wait(15.0)
-        _, alive = psutil.wait_procs(family, timeout=5.0)
-        assert alive == []
+        assert survivors(family, 5.0) == []
     finally:
         if parent.poll() is None:
             parent.kill()

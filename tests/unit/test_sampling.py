@@ -1,4 +1,4 @@
-"""Sampling noise: SplitMix64's published numbers, independence of batch and order, frequencies against probabilities."""
+"""Sampling noise: SplitMix64's published numbers, independence of batch and order, first-token frequencies."""
 
 from __future__ import annotations
 

@@ -1,0 +1,91 @@
+"""Column- and row-parallel linear whose results and gradients do not depend on the tensor-parallel size.
+
+What contracts over a split dimension (the output of a row-parallel layer, the input gradient of a column-parallel one)
+is the sum over a fixed number of slices by kernels/reduction; everything else is local and independent of the split.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_rlzero.kernels.linear.reference import linear
+from megatron_rlzero.kernels.reduction import all_reduce, gather, reduce_scatter, sliced_product
+
+
+def column_parallel(
+    x: Tensor,
+    weight: Tensor,
+    slices: int,
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    stacked: int = 1,
+) -> Tensor:
+    """y = x W^T with the rows of W split over ``group``.
+
+    Args:
+        x: [tokens, K], or [tokens / ranks, K] with sequence parallelism.
+        weight: [N / ranks, K].
+        slices: of the whole N, a multiple of the number of ranks; order of the sum in the gradient of ``x``.
+        stacked: see ``sliced_product``.
+
+    Returns:
+        [tokens, N / ranks].
+    """
+    return _Column.apply(x, weight, slices, group, sequence_parallel, stacked)
+
+
+def row_parallel(
+    x: Tensor, weight: Tensor, slices: int, group: ProcessGroup | None = None, sequence_parallel: bool = False
+) -> Tensor:
+    """y = x W^T with the columns of W, and those of x, split over ``group``.
+
+    Args:
+        x: [tokens, K / ranks].
+        weight: [N, K / ranks].
+        slices: of the whole K, a multiple of the number of ranks; the order of the sum.
+
+    Returns:
+        [tokens, N], or [tokens / ranks, N] with sequence parallelism; rounded once.
+    """
+    return _Row.apply(x, weight, slices, group, sequence_parallel)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, slices, group, sequence_parallel, stacked):
+        ctx.save_for_backward(x, weight)
+        ctx.layout = (_mine(slices, group), group, sequence_parallel, stacked)
+        return linear(gather(x, group) if sequence_parallel else x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        slices, group, sequence_parallel, stacked = ctx.layout
+        root = sliced_product(grad, weight, slices, stacked)
+        grad_x = (reduce_scatter if sequence_parallel else all_reduce)(root, group).to(x.dtype)
+        grad_weight = grad.T @ (gather(x, group) if sequence_parallel else x)
+        return grad_x, grad_weight, None, None, None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, slices, group, sequence_parallel):
+        ctx.save_for_backward(x, weight)
+        ctx.layout = (group, sequence_parallel)
+        root = sliced_product(x, weight.T, _mine(slices, group))
+        return (reduce_scatter if sequence_parallel else all_reduce)(root, group).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        group, sequence_parallel = ctx.layout
+        grad = gather(grad, group) if sequence_parallel else grad
+        return linear(grad, weight.T), grad.T @ x, None, None, None
+
+
+def _mine(slices: int, group: ProcessGroup | None) -> int:
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if slices % ranks:
+        raise ValueError(f"{slices} slices do not divide over {ranks} tensor-parallel ranks")
+    return slices // ranks

@@ -1,0 +1,77 @@
+"""Sums over slices and over ranks by one binary tree of neighbours, so that they do not depend on the parallel size.
+
+A contraction is cut into a fixed number of slices. With n ranks each holds slices / n neighbouring ones and adds them
+up to the root of its subtree; the roots are exchanged and added by the levels above. Everything is fp32 until the
+caller rounds the tree's root, once. Ranks send each other rows, never all partial sums to all.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_rlzero.kernels.tiles import pad_rows
+
+
+def tree(x: Tensor, dim: int = 0) -> Tensor:
+    """Sum over ``dim`` by a binary tree of neighbours: (x0 + x1) + (x2 + x3) and so on, in the dtype of ``x``.
+
+    The length is padded to a power of two with zeros.
+    """
+    x = x.movedim(dim, 0)
+    if missing := (1 << (x.shape[0] - 1).bit_length()) - x.shape[0]:
+        x = torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+    while x.shape[0] > 1:
+        x = x[0::2] + x[1::2]
+    return x[0]
+
+
+def sliced_product(x: Tensor, weight: Tensor, slices: int, stacked: int = 1) -> Tensor:
+    """x W over ``slices`` slices of the contracted dimension, added by ``tree``.
+
+    Args:
+        x: [rows, n].
+        weight: [n, m].
+        slices: how many slices this rank holds.
+        stacked: ``n`` is this many blocks one after the other, each of which is cut: a slice is the same part of every
+            block. 2 for gate and up projections in one matrix.
+
+    Returns:
+        fp32 [rows, m], not rounded to the dtype of ``x``.
+
+    Raises:
+        ValueError: n does not divide.
+    """
+    rows, n = x.shape
+    if n % (slices * stacked):
+        raise ValueError(f"a contraction over {n} does not divide into {slices} slices of {stacked} blocks")
+    cut = (stacked, slices, n // (slices * stacked))
+    x = pad_rows(x).float().unflatten(1, cut).permute(2, 0, 1, 3).flatten(2)
+    weight = weight.float().unflatten(0, cut).transpose(0, 1).flatten(1, 2)
+    return tree(torch.bmm(x, weight))[:rows]
+
+
+def gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Rows of all ranks, in rank order: [n, ...] -> [ranks * n, ...]."""
+    if group is None or dist.get_world_size(group) == 1:
+        return x
+    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Adds the ranks' ``x`` [n, ...] by ``tree`` in rank order; each keeps its n / ranks rows."""
+    if group is None or dist.get_world_size(group) == 1:
+        return x
+    ranks = dist.get_world_size(group)
+    parts = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(parts, x.contiguous(), group=group)
+    return tree(parts.unflatten(0, (ranks, -1)))
+
+
+def all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Adds the ranks' ``x`` [n, ...] by ``tree`` in rank order, on every rank."""
+    if group is None or dist.get_world_size(group) == 1:
+        return x
+    return gather(reduce_scatter(pad_rows(x, dist.get_world_size(group)), group), group)[: x.shape[0]]

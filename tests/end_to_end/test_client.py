@@ -1,0 +1,246 @@
+"""The client process against servers that misbehave on purpose: retries, failures, deadlines, lag, attaching."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_rlzero.config import Config
+from megatron_rlzero.config import Environment as EnvironmentConfig
+from megatron_rlzero.generation.engine import RolloutEngine
+from megatron_rlzero.generation.grading import Graders
+from megatron_rlzero.generation.requests import ARGUMENT
+from megatron_rlzero.generation.schedule import prompts_of_update
+
+END = 1
+Reply = Callable[[int, dict[str, Any]], tuple[int, Any]]
+
+
+def good(body: dict[str, Any], version: int = 0) -> tuple[int, Any]:
+    """A correct answer of three tokens."""
+    tokens = [body["token_ids"][0], 7, END]
+    content = [{"token_id": token, "logprob": -0.5} for token in tokens]
+    choice = {
+        "token_ids": tokens,
+        "finish_reason": "stop",
+        "logprobs": {"content": content},
+        "weight_versions": [{"version": str(version), "start": 0, "end": 3}],
+    }
+    return 200, {"choices": [choice]}
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers like vLLM; ``reply(n, body)`` gives the n-th answer to the same prompt and key, from 1."""
+
+    daemon_threads = True
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply = reply
+        self.bodies: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is no news here."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        self._send(200, {"world_size": 1} if self.path == "/get_world_size" else {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+        if "extra_args" not in body["sampling_params"]:
+            self._send(400, {"error": f"extra_args lacks {ARGUMENT}"})
+            return
+        with self.server.lock:
+            self.server.bodies.append(body)
+            same = [b for b in self.server.bodies if identity(b) == identity(body)]
+        self._send(*self.server.reply(len(same), body))
+
+    def _send(self, status: int, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+def identity(body: dict[str, Any]) -> tuple:
+    return tuple(body["token_ids"]), tuple(body["sampling_params"]["extra_args"][ARGUMENT]["key"] or ())
+
+
+@pytest.fixture
+def attach(make_config):
+    """A function that attaches an engine to fake servers with the given replies."""
+    engines: list[RolloutEngine] = []
+
+    def start(*replies: Reply, **rollout: Any) -> tuple[RolloutEngine, list[FakeServer], Config]:
+        config = make_config()
+        for name, value in rollout.items():
+            setattr(config.rollout, name, value)
+        servers = [FakeServer(reply) for reply in replies]
+        config.rollout.urls = [server.url for server in servers]
+        engine = RolloutEngine(config)
+        engines.append(engine)
+        engine.wait_ready()
+        return engine, servers, config
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def test_failed_responses_are_retried_with_their_key_then_recorded(attach) -> None:
+    def reply(n: int, body: dict[str, Any]) -> tuple[int, Any]:
+        item = body["sampling_params"]["extra_args"][ARGUMENT]["key"][2]
+        if item % 16 == 0:  # never
+            return 500, {"error": "planted"}
+        if item % 16 == 1 and n == 1:  # at the second attempt; without its finish_reason at the first
+            answer = good(body)[1]
+            answer["choices"][0]["finish_reason"] = None
+            return 200, answer
+        return good(body)
+
+    engine, (server,), config = attach(reply, max_retries=1, max_failed_fraction=0.5)
+    engine.set_version(0)
+    rollouts = engine.take(0)
+    assert len(rollouts) == config.loop.prompts_per_update
+    for rollout in rollouts:
+        prompt = rollout.tokens[: int((~rollout.action_mask).sum())].tolist()
+        keys = {identity(b)[1] for b in server.bodies if b["token_ids"] == prompt}
+        assert len(keys) == 1
+        if rollout.item % 16 == 0:
+            assert (rollout.finish_reason, rollout.attempts, rollout.action_tokens) == ("failed", 2, 0)
+            assert rollout.reward == 0.0
+            assert (rollout.versions == -1).all()
+        else:
+            assert (rollout.finish_reason, rollout.action_tokens) == ("stop", 3)
+            assert rollout.attempts == (2 if rollout.item % 16 == 1 else 1)
+            assert np.allclose(rollout.logprobs[rollout.action_mask], -0.5)
+
+
+def test_too_many_failures_stop_the_run(attach) -> None:
+    engine, _, config = attach(lambda n, body: (500, {"error": "planted"}), max_retries=0)
+    engine.set_version(0)
+    number = config.loop.prompts_per_update
+    with pytest.raises(RuntimeError, match=rf"update 0: {number} of {number} responses failed.*HTTP 500.*planted"):
+        engine.take(0)
+
+
+def test_a_refused_request_stops_the_run_at_once(attach) -> None:
+    engine, (server,), _ = attach(lambda n, body: (400, {"error": "prompt too long"}))
+    engine.set_version(0)
+    with pytest.raises(RuntimeError, match=r"HTTP 400.*prompt too long"):
+        engine.take(0)
+    assert max(len([b for b in server.bodies if identity(b) == identity(body)]) for body in server.bodies) == 1
+
+
+def test_the_deadline_records_a_slow_response_as_failed(attach, make_config) -> None:
+    slow = prompts_of_update(make_config().seed, 40, make_config().loop.prompts_per_update, 0)[0].item
+
+    def reply(n: int, body: dict[str, Any]) -> tuple[int, Any]:
+        if body["sampling_params"]["extra_args"][ARGUMENT]["key"][2] == slow:
+            time.sleep(60.0)
+        return good(body)
+
+    engine, _, _ = attach(reply, deadline_s=12.0, max_failed_fraction=0.5)
+    engine.set_version(0)
+    start = time.monotonic()
+    reasons = {rollout.item: rollout.finish_reason for rollout in engine.take(0)}
+    assert reasons.pop(slow) == "failed"
+    assert set(reasons.values()) == {"stop"}
+    assert 11.0 < time.monotonic() - start < 20.0
+
+
+def test_prompts_start_when_the_version_allows_and_load_is_spread(attach) -> None:
+    def reply(n: int, body: dict[str, Any]) -> tuple[int, Any]:
+        time.sleep(0.05)
+        return good(body)
+
+    engine, servers, config = attach(reply, reply)
+    number = config.loop.prompts_per_update
+    time.sleep(0.5)
+    assert [len(server.bodies) for server in servers] == [0, 0]  # nothing before the first version
+    engine.set_version(0)
+    engine.take(0)
+    engine.take(1)
+    time.sleep(0.5)
+    assert sum(len(server.bodies) for server in servers) == 2 * number  # max_lag is 1: update 2 waits
+    assert min(len(server.bodies) for server in servers) >= number // 2
+    engine.set_version(1)
+    engine.take(2)
+    engine.detach("server-0")
+    before = [len(server.bodies) for server in servers]
+    engine.set_version(2)
+    engine.take(3)
+    assert len(servers[0].bodies) == before[0]
+    assert len(servers[1].bodies) == before[1] + number
+    items = Counter(identity(body)[1][2] for server in servers for body in server.bodies)
+    assert sorted(items.values()) == [1] * 16 + [2] * 24  # 64 prompts of 40 items: an epoch and 24 of the next
+
+
+def test_a_long_prompt_is_named(attach) -> None:
+    engine, _, _ = attach(lambda n, body: good(body), max_prompt_tokens=5)
+    engine.set_version(0)
+    with pytest.raises(RuntimeError, match=r"train item \d+: rollout.max_prompt_tokens = 5.*raise it"):
+        engine.take(0)
+
+
+def test_a_server_without_our_sampling_is_refused(make_config) -> None:
+    class Other(Handler):
+        def do_POST(self) -> None:
+            self._send(200, {})
+
+    server = FakeServer(lambda n, body: good(body))
+    server.RequestHandlerClass = Other
+    config = make_config()
+    config.rollout.urls = [server.url]
+    engine = RolloutEngine(config)
+    try:
+        with pytest.raises(RuntimeError, match="without our logits processor"):
+            engine.wait_ready()
+    finally:
+        engine.close()
+
+
+def test_a_hanging_grader_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "never")  # opening it blocks: nobody writes
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"problem": "1 + 1", "answer": 2}')
+    config = EnvironmentConfig(kind="jsonl", path=str(problems), eval_path=str(tmp_path / "never"))
+
+    async def run() -> None:
+        graders = Graders(config)
+        now = asyncio.get_running_loop().time
+        assert await graders.grade("train", 0, "2", True, now() + 60.0) == 1.0
+        workers = psutil.Process().children(recursive=True)
+        for _ in range(3):  # more often than there are processes
+            with pytest.raises(TimeoutError):
+                await graders.grade("eval", 0, "2", True, now() + 3.0)
+        assert await graders.grade("train", 0, "3", True, now() + 60.0) == 0.0
+        assert any(not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE for worker in workers)
+        while not graders.free.empty():
+            graders.free.get_nowait().shutdown()
+
+    asyncio.run(run())

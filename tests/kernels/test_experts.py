@@ -1,0 +1,107 @@
+"""Grouped linear and combine: float64 values and gradients, experts without rows, order of the sum, bits of a row."""
+
+import pytest
+import torch
+
+from megatron_rlzero.kernels.experts import combine, grouped_linear
+from tests.kernels.checks import BF16, DTYPES, FP32, dependent_rows, error, errors, rounded_once, tolerance
+
+
+def grouped_oracle(rows):
+    expert = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))
+    return lambda x, *weights: torch.einsum("tk,tnk->tn", x, torch.stack(weights)[expert])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [[1], [3, 0, 17, 1], [0, 0, 5], [16, 16]])
+def test_grouped_linear_value_and_gradients(dtype, rows):
+    inputs = [torch.randn(sum(rows), 48).to(dtype), *(torch.randn(33, 48).to(dtype) for _ in rows)]
+    f = lambda x, *weights: grouped_linear(x, weights, rows)  # noqa: E731
+    y = f(*inputs)
+    assert y.shape == (sum(rows), 33)
+    assert y.dtype == dtype
+    assert rounded_once(y, grouped_oracle(rows)(*(t.double() for t in inputs)))
+    assert max(errors(f, grouped_oracle(rows), inputs)) < tolerance(dtype)
+    shifted = lambda x, *weights: grouped_linear(x, weights[1:] + weights[:1], rows)  # noqa: E731
+    if len(rows) > 1:
+        assert error(shifted(*inputs), y) > 0.1
+
+
+@pytest.mark.parametrize("rows", [[4, 0, 3], [0, 0, 0]])
+def test_an_expert_without_rows_gets_a_zero_gradient(rows):
+    x = torch.randn(sum(rows), 48)
+    weights = [torch.randn(33, 48).requires_grad_() for _ in rows]
+    y = grouped_linear(x, weights, rows)
+    assert y.shape == (sum(rows), 33)
+    y.sum().backward()
+    for weight, count in zip(weights, rows, strict=True):
+        assert weight.grad is not None
+        assert weight.grad.any() == (count > 0)
+        assert weight.grad.isfinite().all()
+
+
+def test_counts_that_do_not_fit_are_refused():
+    x, weights = torch.randn(5, 48), [torch.randn(33, 48)] * 2
+    with pytest.raises(RuntimeError):
+        grouped_linear(x, weights, [2, 2])
+    with pytest.raises(ValueError):
+        grouped_linear(x, weights, [2, 2, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_other_rows_and_experts(dtype):
+    weights = [torch.randn(33, 96).to(dtype) for _ in range(3)]
+    for before, after in ((0, 0), (5, 9)):
+        one, other = torch.randn(before, 96).to(dtype), torch.randn(after, 96).to(dtype)
+
+        def middle(x, one=one, other=other):
+            y = grouped_linear(torch.cat((one, x, other)), weights, [len(one), len(x), len(other)])
+            return y[len(one) : len(one) + len(x)]
+
+        x = torch.randn(50, 96).to(dtype)
+        assert dependent_rows(middle, x) == []
+        assert torch.equal(middle(x), grouped_linear(x, weights[1:2], [50]))
+
+
+def combine_oracle(outputs, probabilities):
+    return torch.einsum("tkh,tk->th", outputs, probabilities)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (5, 2), (33, 8)])
+def test_combine_value_and_gradients(dtype, tokens, k):
+    outputs, probabilities = torch.randn(tokens, k, 100).to(dtype), torch.rand(tokens, k)
+    y = combine(outputs, probabilities)
+    assert y.dtype == dtype
+    assert rounded_once(y, combine_oracle(outputs.double(), probabilities.double()))
+    assert max(errors(combine, combine_oracle, (outputs, probabilities))) < tolerance(dtype)
+
+
+def test_sums_rounded_in_between_are_noticed():
+    outputs, probabilities = torch.randn(5, 8, 100).to(BF16), torch.rand(5, 8)
+    total = torch.zeros(5, 100, dtype=BF16)
+    for slot in range(8):
+        total = total + outputs[:, slot] * probabilities[:, slot, None].to(BF16)
+    assert not rounded_once(total, combine_oracle(outputs.double(), probabilities.double()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_combine_adds_from_the_first_slot_on(dtype):
+    outputs, probabilities = torch.randn(50, 4, 100).to(dtype), torch.rand(50, 4)
+    a, b, c, d = (outputs.float() * probabilities[..., None]).unbind(1)
+    assert torch.equal(combine(outputs, probabilities), (((a + b) + c) + d).to(dtype))
+    turned = combine(outputs.flip(1), probabilities.flip(1))
+    assert error(turned, combine(outputs, probabilities)) < tolerance(dtype, roundings=2)
+    if dtype == FP32:  # in bf16 the rounding hides the order in all but few elements
+        assert not torch.equal(turned, combine(outputs, probabilities))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [32, 127, 1000])
+def test_combined_rows_do_not_depend_on_the_batch(dtype, hidden):
+    probabilities = torch.rand(4)
+    f = lambda x: combine(x.unflatten(1, (4, hidden)), probabilities.expand(len(x), 4))  # noqa: E731
+    assert dependent_rows(f, torch.randn(50, 4 * hidden).to(dtype)) == []
+    # An order of the sum that follows the size of the batch.
+    rolled = lambda x: combine(x.unflatten(1, (4, hidden)).roll(len(x), 1), probabilities[:1].expand(len(x), 4))  # noqa: E731
+    assert dependent_rows(rolled, torch.randn(50, 4 * hidden))

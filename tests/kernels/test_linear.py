@@ -1,0 +1,70 @@
+"""Linear: float64 values and gradients, and rows whose bits no batch changes."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megatron_rlzero.kernels.linear import linear
+from tests.kernels.checks import DTYPES, FP32, dependent_rows, errors, rounded_once, tolerance
+
+
+def oracle(x, weight, bias=None):
+    y = torch.einsum("...k,nk->...n", x, weight)
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (5,), (16,), (3, 11), (0, 4), (2, 1, 3)])
+def test_value_and_gradients(dtype, shape):
+    x, weight = torch.randn(*shape, 96).to(dtype), torch.randn(33, 96).to(dtype)
+    for inputs in ((x, weight), (x, weight, torch.randn(33).to(dtype))):
+        y = linear(*inputs)
+        assert y.shape == (*shape, 33)
+        assert y.dtype == dtype
+        if x.numel():
+            assert rounded_once(y, oracle(*(t.double() for t in inputs)))
+            assert max(errors(linear, oracle, inputs)) < tolerance(dtype)
+
+
+def test_products_rounded_in_between_are_noticed():
+    x, weight = torch.randn(5, 96).bfloat16(), torch.randn(33, 96).bfloat16()
+    halves = F.linear(x[:, :48], weight[:, :48]) + F.linear(x[:, 48:], weight[:, 48:])
+    assert not rounded_once(halves, oracle(x.double(), weight.double()))
+    assert errors(lambda a, w: linear(a, w) * 1.0001, oracle, (x.float(), weight.float()))[0] > tolerance(FP32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), [(32, 1), (32, 7), (64, 129), (100, 33), (127, 129), (256, 1), (256, 512)])
+def test_rows_do_not_depend_on_the_batch(dtype, k, n):
+    weight = torch.randn(n, k).to(dtype)
+    # The bf16 product reads on into the next row, times zero, where K is no multiple of 32: harmless but for NaN.
+    nan = dtype == FP32 or k % 32 == 0
+    assert dependent_rows(lambda x: linear(x, weight), torch.randn(50, k).to(dtype), nan) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), [(512, 1024), (1024, 100), (2048, 512)])
+def test_rows_of_wide_products_do_not_depend_on_the_batch(dtype, k, n):
+    """Where libraries would cut K to fit the number of rows (bf16, AMX) or of threads (fp32)."""
+    weight = torch.randn(n, k).to(dtype)
+    assert dependent_rows(lambda x: linear(x, weight), torch.randn(50, k).to(dtype)) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_cut_by_the_number_of_rows_is_noticed(dtype):
+    """What libraries do with few rows, and what padding them is for."""
+    weight = torch.randn(129, 256).to(dtype)
+
+    def cut(x):
+        at = 4 * len(x)
+        return linear(x[:, :at], weight[:, :at]) + linear(x[:, at:], weight[:, at:])
+
+    assert dependent_rows(cut, torch.randn(50, 256).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_layout_does_not_count(dtype):
+    x, weight = torch.randn(21, 96).to(dtype), torch.randn(33, 96).to(dtype)
+    strided = torch.empty(21, 192, dtype=dtype)[:, ::2].copy_(x)
+    assert torch.equal(linear(strided, weight), linear(x, weight))
+    assert torch.equal(linear(x.expand(3, 21, 96), weight)[2], linear(x, weight))
