@@ -142,8 +142,8 @@ class Config:
     seed: int = 1
     """Of prompt order and sampling noise."""
     reduction_slices: int = 4
-    """Slices of every sum that tensor parallelism splits: a power of two and a multiple of every tensor-parallel size in
-    use, on both sides. Part of the model's arithmetic: another number gives other bits."""
+    """Slices of every sum that tensor parallelism splits: a power of two and a multiple of every tensor-parallel size
+    in use, on both sides. Part of the model's arithmetic: another number gives other bits."""
     model: Model = field(default_factory=Model)
     learner: Learner = field(default_factory=Learner)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

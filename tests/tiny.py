@@ -18,8 +18,8 @@ def make_qwen3_moe(directory: Path, **settings: object) -> Path:
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,
@@ -71,6 +71,7 @@ def learner_config(model: Path, run_dir: Path, **learner: object) -> Config:
     config.rollout.temperature = float(learner.pop("temperature", 1.0))
     config.learner.optimizer.lr = 1e-3
     config.learner.optimizer.lr_warmup_updates = 0
+    config.learner.optimizer.clip_grad = 0.5
     # Adam's first steps are the sign of the gradient where it is far above eps: rounding noise in an element that is
     # zero but for it would count as a whole step.
     config.learner.optimizer.adam_eps = 1e-5

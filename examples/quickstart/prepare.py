@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 STEPS, BATCH, LEARNING_RATE, BETA2 = 300, 128, 2e-3, 0.98
-NOISE, CONFUSION, MIRRORED = 0.15, 0.55, str.maketrans("bdpqBDPQ", "dbqpDBQP")
+NOISE, CONFUSION, MIRRORED = 0.15, 0.6, str.maketrans("bdpqBDPQ", "dbqpDBQP")
 
 
 def make_tokenizer(directory: Path) -> int:

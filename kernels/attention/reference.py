@@ -56,34 +56,47 @@ def _by_padded_length(lengths: list[int]) -> dict[int, list[tuple[int, int]]]:
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [documents, n, heads, dim], k and v [documents, n, kv_heads, dim] -> fp32, like q."""
-    documents, n, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    # [documents * kv_heads, heads per KV head, n, dim]: the rows of a KV head's queries form one product.
-    q = q.float().reshape(documents, n, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4).flatten(0, 1)
-    k, v = (x.float().transpose(1, 2).flatten(0, 1) for x in (k, v))
+    documents, n, heads, _ = q.shape
+    q, k, v = by_kv_head(q, k.shape[2]), *(x.float().transpose(1, 2).flatten(0, 1) for x in (k, v))
     v = F.pad(v, (0, 0, 0, -n % tiles.KEYS))
     chunks = []
     for first in range(0, n, tiles.QUERIES):
         rows = q[:, :, first : first + tiles.QUERIES]
         last = first + rows.shape[2]
-        keys, values = k[:, :last], v[:, : tiles.round_up(last, tiles.KEYS)]
+        positions = torch.arange(first, last, device=q.device)[None]
+        arguments = (rows, k[:, :last], v[:, : tiles.round_up(last, tiles.KEYS)], positions, scale)
         if n > tiles.QUERIES and torch.is_grad_enabled():
-            chunks.append(checkpoint(_chunk, rows, keys, values, first, scale, use_reentrant=False))
+            chunks.append(checkpoint(attend, *arguments, use_reentrant=False))
         else:
-            chunks.append(_chunk(rows, keys, values, first, scale))
-    out = torch.cat(chunks, dim=2).unflatten(0, (documents, kv_heads))
-    return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+            chunks.append(attend(*arguments))
+    return by_token(torch.cat(chunks, dim=2), documents)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> Tensor:
-    """Query rows ``first`` .. of every head against keys 0 .. ; fp32 throughout.
+def by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
+    """[b, n, heads, dim] -> fp32 [b * kv_heads, heads per KV head, n, dim]: one KV head's queries form one product."""
+    return q.float().unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
 
-    q [b, group, rows, dim], k [b, keys, dim], v [b, keys padded to a multiple of KEYS, dim] -> like q.
+
+def by_token(out: Tensor, b: int) -> Tensor:
+    """The inverse of ``by_kv_head``: [b * kv_heads, heads per KV head, n, dim] -> [b, n, heads, dim]."""
+    return out.unflatten(0, (b, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Query rows at ``positions`` against keys 0, 1, ...: the one arithmetic, fp32 throughout.
+
+    Args:
+        q: [b, group, rows, dim]; group * rows is at least 8.
+        k: [b, keys, dim].
+        v: [b, keys padded to a multiple of tiles.KEYS, dim]; finite everywhere.
+        positions: int64 [1 or b, rows]; a row sees the keys up to its own position.
+
+    Returns:
+        Like ``q``.
     """
     b, group, rows, dim = q.shape
     scores = torch.bmm(q.reshape(b, group * rows, dim), k.transpose(1, 2)) * scale
-    query = torch.arange(first, first + rows, device=q.device).repeat(group)
-    hidden = torch.arange(k.shape[1], device=q.device) > query[:, None]
+    hidden = torch.arange(k.shape[1], device=q.device) > positions.repeat(1, group)[..., None]
     weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
     weights = F.pad(weights, (0, v.shape[1] - k.shape[1]))
     out = torch.bmm(weights[:, :, : tiles.KEYS], v[:, : tiles.KEYS])

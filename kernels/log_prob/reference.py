@@ -44,6 +44,17 @@ def log_prob(
     return _LogProb.apply(hidden, weight, targets, vocab_size, temperature, slices, group, sequence_parallel)
 
 
+def log_softmax(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Log-probabilities of a whole vocabulary, fp32 [rows, V], the same bits as ``log_prob`` gives for a token.
+
+    Args:
+        logits: [rows, V] without padding, as ``linear`` gives them.
+    """
+    logits = _over_temperature(logits.float(), temperature)
+    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    return shifted - _sum(shifted.exp(), None).log()[:, None]
+
+
 class _LogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, vocab_size, temperature, slices, group, sequence_parallel):
@@ -110,12 +121,14 @@ def _chunks(tokens: int, vocab_size: int) -> Iterator[slice]:
 
 def _logits(hidden: Tensor, weight: Tensor, first: int, vocab_size: int, temperature: float) -> Tensor:
     """fp32 [rows, shard] logits over the temperature, -inf at padded ids."""
-    logits = linear(hidden, weight).float()
-    if temperature != 1.0:
-        logits = logits / temperature
+    logits = _over_temperature(linear(hidden, weight).float(), temperature)
     if first + weight.shape[0] > vocab_size:
         logits[:, max(vocab_size - first, 0) :] = float("-inf")
     return logits
+
+
+def _over_temperature(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1.0 else logits / temperature
 
 
 def _sum(x: Tensor, group: ProcessGroup | None) -> Tensor:

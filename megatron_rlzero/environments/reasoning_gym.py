@@ -59,7 +59,8 @@ class ReasoningGym:
 
     Reward: 1 if the task's own ``score_answer`` gives exactly 1 and the response ended by the end token, else 0. A
     tolerance would reward wrong answers: spell_backward gives a right word of 6 or 7 letters with more letters after
-    it 1 - 2e-16. White space around the response is ignored. A response on which the scorer raises is wrong, and logged.
+    it 1 - 2e-16. White space around the response is ignored. A response on which the scorer raises is wrong, and
+    logged.
     """
 
     def __init__(self, config: EnvironmentConfig, split: str) -> None:

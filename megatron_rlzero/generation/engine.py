@@ -133,8 +133,9 @@ class RolloutEngine:
             except TimeoutError:
                 pass  # busy; a response has its own deadline
             except (OSError, http.ServerError) as error:
-                each.wait_dead(HEALTH_S)
-                raise RuntimeError(f"{each.name} ({each.url}) is not healthy: {error}") from error
+                each.wait_dead(server.GRACE_S)  # a server without its engine ends by itself
+                pid = f", pid {each.process.pid}" if each.process is not None else ""
+                raise RuntimeError(f"{each.name} ({each.url}{pid}) is not healthy: {error}") from error
 
     def close(self) -> None:
         """Ends the client and the servers that were started; may be called again."""

@@ -171,7 +171,7 @@ def optimizer_config(config: Config) -> OptimizerConfig:
         adam_beta1=settings.adam_beta1,
         adam_beta2=settings.adam_beta2,
         adam_eps=settings.adam_eps,
-        clip_grad=settings.clip_grad,
+        clip_grad=0.0,  # learner/clip.py clips
         bf16=config.model.dtype == "bf16",
         params_dtype=DTYPES[config.model.dtype],
         use_distributed_optimizer=settings.use_distributed_optimizer,

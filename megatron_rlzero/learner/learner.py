@@ -19,6 +19,7 @@ from megatron_rlzero.kernels import tiles
 from megatron_rlzero.learner import cpu
 from megatron_rlzero.learner.batch import Batch, Microbatch
 from megatron_rlzero.learner.build import DTYPES, build
+from megatron_rlzero.learner.clip import GradientNorm
 from megatron_rlzero.learner.pack import pack
 from megatron_rlzero.learner.weights import Weights
 from megatron_rlzero.loss import reinforce_zero
@@ -70,6 +71,12 @@ class Learner:
         self.parts = build(config, family, self.hf, device)
         self.weights = Weights(self.parts.policy, family, self.hf, DTYPES[config.model.dtype], config.reduction_slices)
         self.weights.load(config.model.path)
+        self._norm = GradientNorm(self.weights.layout, self.weights.finest, dist.get_rank())
+        self._sharded_gradients = (
+            config.learner.optimizer.use_distributed_optimizer
+            and max(parallel_state.get_data_parallel_world_size(), parallel_state.get_expert_data_parallel_world_size())
+            > 1
+        )
         # The optimizer copied its main parameters before the weights were there.
         self.parts.optimizer.reload_model_params()
 
@@ -106,15 +113,23 @@ class Learner:
         if not bool(batch.action_mask.any()):
             return Step(gradients, 0.0, False, False, 0.0)
         with cpu.device_mode():
-            optimizer.prepare_grads()
-            grad_norm = float(optimizer.get_grad_norm())
+            grad_norm = self._grad_norm()
             if not math.isfinite(grad_norm):
                 raise FloatingPointError(f"gradient norm = {grad_norm}; {_largest_ratio(batch, gradients.log_pi)}")
+            limit = self.config.learner.optimizer.clip_grad
+            clipped = 0 < limit < grad_norm
+            if clipped:
+                self.parts.model.scale_gradients(limit / grad_norm)
             self.parts.scheduler.step(increment=1)
             optimizer.step()
-        limit = self.config.learner.optimizer.clip_grad
         learning_rate = max(group["lr"] for group in optimizer.param_groups)
-        return Step(gradients, grad_norm, bool(limit) and grad_norm > limit, True, learning_rate)
+        return Step(gradients, grad_norm, clipped, True, learning_rate)
+
+    def _grad_norm(self) -> float:
+        if self._sharded_gradients:  # after the reduce-scatter no rank has a whole gradient
+            self.parts.optimizer.prepare_grads()
+            return float(self.parts.optimizer.get_grad_norm())
+        return self._norm({name: parameter.main_grad for name, parameter in self.weights.local.items()})
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, fp32 [n] each, of every token of ``batch`` under the current weights."""

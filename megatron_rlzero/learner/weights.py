@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rlzero.architectures import Architecture
+from megatron_rlzero.architectures.rules import Rule
 from megatron_rlzero.invariance.megatron import PolicyModel
 from megatron_rlzero.resharding.layout import Layout, Piece, whole_tensors
 from megatron_rlzero.resharding.plan import plan
@@ -33,6 +34,7 @@ class Weights:
     Attributes:
         layout: learner rank -> pieces it holds, the same on every rank.
         shapes: Hugging Face tensor -> shape, of the whole checkpoint.
+        finest: the whole model in the smallest boxes to which any tensor-parallel size up to the slices cuts it.
         local: this rank's parameters by Megatron's local name.
     """
 
@@ -52,6 +54,7 @@ class Weights:
         everyone: list[Any] = [None] * dist.get_world_size()
         _all_gather_json(everyone, coordinates)
         self.layout: Layout = {rank: list(_pieces(rules, *theirs)) for rank, theirs in enumerate(everyone)}
+        self.finest = [piece for name, rule in rules.items() for piece in _finest(name, rule, slices)]
 
     def load(self, directory: str | Path) -> None:
         """Copies this rank's pieces from a Hugging Face directory, converting to the model's dtype.
@@ -146,6 +149,15 @@ def _pieces(rules: dict, names: dict[str, str], rank: int, size: int) -> Iterato
             raise ValueError(f"the architecture has no rule for the parameter {name}")
         # Experts are never split by tensor parallelism.
         yield from rules[name].pieces(local, 0, 1) if ".experts." in name else rules[name].pieces(local, rank, size)
+
+
+def _finest(name: str, rule: Rule, slices: int) -> list[Piece]:
+    size = 1 if ".experts." in name else slices
+    while True:
+        try:
+            return [piece for rank in range(size) for piece in rule.pieces(name, rank, size)]
+        except ValueError:  # no tensor-parallel size above the number of KV heads, for one
+            size //= 2
 
 
 def _all_gather_json(out: list[Any], value: Any) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_rlzero.kernels.linear import linear
+from megatron_rlzero.kernels.linear import column_parallel, linear, row_parallel
+from megatron_rlzero.kernels.reduction import sliced_product, tree
 from tests.kernels.checks import DTYPES, FP32, dependent_rows, errors, rounded_once, tolerance
 
 
@@ -68,3 +69,49 @@ def test_memory_layout_does_not_count(dtype):
     strided = torch.empty(21, 192, dtype=dtype)[:, ::2].copy_(x)
     assert torch.equal(linear(strided, weight), linear(x, weight))
     assert torch.equal(linear(x.expand(3, 21, 96), weight)[2], linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stacked", [1, 2])
+def test_parallel_forms_on_one_rank(dtype, stacked):
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(32, 64).to(dtype)
+    column = lambda a, w: column_parallel(a, w, 4, stacked=stacked)  # noqa: E731
+    row = lambda a, w: row_parallel(a, w, 4)  # noqa: E731
+    for f in (column, row):
+        assert rounded_once(f(x, weight), oracle(x.double(), weight.double()))
+        assert max(errors(f, oracle, (x, weight))) < tolerance(dtype)
+    assert torch.equal(column(x, weight), linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sliced_product_is_the_tree_of_its_parts(dtype):
+    """What two ranks hold, added, is what one rank has."""
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(64, 33).to(dtype)
+    whole = sliced_product(x, weight, 4)
+    halves = [sliced_product(a, w, 2) for a, w in zip(x.chunk(2, 1), weight.chunk(2), strict=True)]
+    assert torch.equal(tree(torch.stack(halves)), whole)
+    gate_up = sliced_product(x, weight, 4, stacked=2)
+    halves = []
+    for rank in range(2):
+        columns = torch.cat([torch.arange(16) + 16 * rank, torch.arange(16) + 16 * rank + 32])
+        halves.append(sliced_product(x[:, columns], weight[columns], 2, stacked=2))
+    assert torch.equal(tree(torch.stack(halves)), gate_up)
+    assert not torch.equal(whole, sliced_product(x, weight, 2))
+    with pytest.raises(ValueError, match="over 64 does not divide into 3 slices of 1 blocks"):
+        sliced_product(x, weight, 3)
+
+
+def test_a_tree_adds_neighbours():
+    x = torch.randn(5, 100)
+    a, b, c, d, e = x
+    assert torch.equal(tree(x), ((a + b) + (c + d)) + e)
+    assert not torch.equal(tree(x), (((a + b) + c) + d) + e)
+    assert torch.equal(tree(x.T, dim=1), tree(x))
+    assert torch.equal(tree(x[:1]), a)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [64, 512, 2048])
+def test_rows_of_a_row_parallel_layer_do_not_depend_on_the_batch(dtype, k):
+    weight = torch.randn(129, k).to(dtype)
+    assert dependent_rows(lambda x: row_parallel(x, weight, 4), torch.randn(50, k).to(dtype)) == []

@@ -1,0 +1,283 @@
+"""The rollout engine's layers: vLLM's own, with every value-producing operator taken from ``kernels``.
+
+They go in through vLLM's out-of-tree registries, so that its model classes, weight loaders and parameter names stay.
+``install`` is called once in every process of a server, before a model is built.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_ep_group, get_tp_group, tensor_model_parallel_all_reduce
+from vllm.model_executor.custom_op import CustomOp, PluggableLayer
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.sample.sampler import Sampler
+
+from megatron_rlzero.kernels.activation import silu_and_mul
+from megatron_rlzero.kernels.attention import paged_attention, write_cache
+from megatron_rlzero.kernels.experts import combine, grouped_linear
+from megatron_rlzero.kernels.linear import linear
+from megatron_rlzero.kernels.log_prob import log_softmax
+from megatron_rlzero.kernels.norm import rms_norm
+from megatron_rlzero.kernels.reduction import sliced_product, tree
+from megatron_rlzero.kernels.rotary import apply_rotary, rotary_table
+from megatron_rlzero.kernels.router import gate, top_k
+
+#: set by ``install``: slices of every sum that tensor parallelism splits, and the temperature
+_slices = 4
+_temperature = 1.0
+#: layers of ours that have been built and have not run yet, by kind and number; see ``check_complete``
+_unused: dict[int, str] = {}
+
+
+class _Counted:
+    """Remembers that it was built until it has run once: a hook that vLLM passes by runs stock code in silence."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _unused[id(self)] = type(self).__name__
+
+    def used(self) -> None:
+        _unused.pop(id(self), None)
+
+
+def _linear_of(base: type[LinearBase]) -> type[LinearBase]:
+    """A linear layer of vLLM that is not reduced over ranks, computing with our operator."""
+
+    class Ours(_Counted, base):
+        _cpu_skip_gemm_dispatch = True  # else the CPU kernel packs the weight away
+
+        def forward(self, input_: Tensor) -> Any:
+            self.used()
+            y = linear(input_, self.weight, None if self.skip_bias_add else self.bias)
+            return (y, self.bias if self.skip_bias_add else None) if self.return_bias else y
+
+    Ours.__name__ = f"Invariant{base.__name__}"
+    return Ours
+
+
+class InvariantRowParallelLinear(_Counted, RowParallelLinear):
+    """Row-parallel linear; the sum over K has the order of kernels/reduction under every tensor-parallel size."""
+
+    _cpu_skip_gemm_dispatch = True
+
+    def forward(self, input_: Tensor) -> Any:
+        self.used()
+        root = sliced_product(input_.flatten(0, -2), self.weight.T, _slices // self.tp_size)
+        if self.tp_size > 1:
+            # all_gather concatenates the ranks' roots in rank order.
+            root = tree(get_tp_group().all_gather(root[None], dim=0))
+        y = root.to(input_.dtype).reshape(*input_.shape[:-1], -1)
+        if self.bias is not None and not self.skip_bias_add:
+            y = y + self.bias
+        return (y, self.bias if self.skip_bias_add else None) if self.return_bias else y
+
+
+class InvariantGateLinear(_Counted, GateLinear):
+    """The router's gate: fp32 logits."""
+
+    _cpu_skip_gemm_dispatch = True
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        self.used()
+        return gate(x, self.weight), None
+
+
+class InvariantRMSNorm(_Counted, RMSNorm):
+    """Adds the residual first, rounded to the model's dtype, then the norm."""
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        self.used()
+        if residual is None:
+            return rms_norm(x, self.weight, self.variance_epsilon)
+        residual = x + residual
+        return rms_norm(residual, self.weight, self.variance_epsilon), residual
+
+    forward_cpu = forward_native
+
+
+class InvariantRotaryEmbedding(_Counted, RotaryEmbedding):
+    """The rotary table comes from float64 and stays fp32."""
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        if not self.is_neox_style or self.rotary_dim != self.head_size:
+            raise ValueError("kernels = aligned: the rotary embedding has to rotate the halves of whole heads")
+        return rotary_table(self.max_position_embeddings, self.rotary_dim, self.base)
+
+    def forward_native(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        self.used()
+        if self.cos_sin_cache.dtype != torch.float32:  # vLLM casts buffers to the model's dtype
+            self.cos_sin_cache = self._compute_cos_sin_cache().to(query.device)
+        return tuple(
+            apply_rotary(x.unflatten(-1, (-1, self.head_size)), self.cos_sin_cache, positions).flatten(-2)
+            for x in (query, key)
+        )
+
+    forward_cpu = forward_native
+
+
+class InvariantSiluAndMul(_Counted, SiluAndMul):
+    """SwiGLU's activation."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        self.used()
+        return silu_and_mul(x)
+
+    forward_cpu = forward_native
+
+
+class _AlreadyReduced:
+    """In the place of vLLM's expert kernel: tells the runner that the output needs no all-reduce."""
+
+    is_monolithic = True
+
+    @staticmethod
+    def output_is_reduced() -> bool:
+        return True
+
+
+class InvariantMoEMethod(_Counted, UnquantizedFusedMoEMethod):
+    """SwiGLU experts; each token's outputs are combined in ascending expert id, whoever computed them."""
+
+    is_monolithic = True
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.moe_kernel = _AlreadyReduced()
+
+    def apply_monolithic(
+        self, layer: torch.nn.Module, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
+        self.used()
+        k = self.moe.experts_per_token
+        probabilities, experts = top_k(router_logits, k, layer.renormalize)
+        tokens, slot = x.shape[0], torch.arange(x.shape[0] * k, device=x.device)
+        mine = experts.flatten()
+        if layer.expert_map is not None:
+            mine = layer.expert_map[mine].long()  # local number, -1 for another rank's expert
+        order = torch.sort(mine, stable=True).indices
+        order = order[mine[order] >= 0]  # pairs of this rank by expert, then token
+        rows = torch.bincount(mine[order], minlength=layer.w13_weight.shape[0]).tolist()
+        hidden = silu_and_mul(grouped_linear(x[order // k], layer.w13_weight.unbind(), rows))
+        outputs = x.new_zeros(len(slot), x.shape[1])
+        outputs[order] = grouped_linear(hidden, layer.w2_weight.unbind(), rows)
+        if get_ep_group().world_size > 1:
+            outputs = tensor_model_parallel_all_reduce(outputs)  # exact: one rank has each row, the others zeros
+        return combine(outputs.view(tokens, k, -1), probabilities)
+
+
+class _LMHeadMethod(UnquantizedEmbeddingMethod):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        layer.used()
+        return linear(x, layer.weight, bias)
+
+
+class InvariantLMHead(_Counted, ParallelLMHead):
+    """The output layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.quant_method = _LMHeadMethod()
+
+
+class InvariantAttentionImpl(_Counted, CPUAttentionBackendImpl):
+    """Paged attention, in vLLM's cache with a layout of its own inside the blocks: keys, then values."""
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        write_cache(key, value, *_halves(kv_cache), slot_mapping.long())
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # vLLM measures memory
+            return output
+        self.used()
+        n = attn_metadata.num_actual_tokens
+        if not hasattr(attn_metadata, "plan"):  # the same for every layer of a step
+            lengths = attn_metadata.seq_lens.tolist()
+            attn_metadata.plan = (attn_metadata.query_start_loc.diff().tolist()[: len(lengths)], lengths)
+        result = paged_attention(
+            query[:n], *_halves(kv_cache), attn_metadata.block_table, *attn_metadata.plan, self.scale
+        )
+        output[:n] = result.view(output[:n].shape)
+        return output
+
+
+class InvariantAttentionBackend(CPUAttentionBackend):
+    """vLLM's CPU backend with our implementation."""
+
+    @staticmethod
+    def get_impl_cls() -> type[InvariantAttentionImpl]:
+        return InvariantAttentionImpl
+
+
+def _halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, kv_heads, block size, 2 dim] -> keys and values, [blocks, kv_heads, block size, dim] each."""
+    blocks, heads, size, width = kv_cache.shape
+    return kv_cache.view(blocks, heads, 2, size, width // 2).unbind(2)
+
+
+def _compute_logprobs(logits: Tensor) -> Tensor:
+    check_complete()
+    return log_softmax(logits, _temperature)
+
+
+def install(slices: int, temperature: float) -> None:
+    """Registers everything; vLLM then builds our classes where a model names its own."""
+    global _slices, _temperature
+    _slices, _temperature = slices, temperature
+    for base in (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear):
+        PluggableLayer.register_oot(_linear_of(base), name=base.__name__)
+    PluggableLayer.register_oot(InvariantRowParallelLinear, name="RowParallelLinear")
+    PluggableLayer.register_oot(InvariantGateLinear, name="GateLinear")
+    PluggableLayer.register_oot(InvariantLMHead, name="ParallelLMHead")
+    for ours, name in (
+        (InvariantRMSNorm, "RMSNorm"),
+        (InvariantRotaryEmbedding, "RotaryEmbedding"),
+        (InvariantSiluAndMul, "SiluAndMul"),
+        (InvariantMoEMethod, "UnquantizedFusedMoEMethod"),
+    ):
+        CustomOp.register_oot(ours, name=name)
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.InvariantAttentionBackend")
+    Sampler.compute_logprobs = staticmethod(_compute_logprobs)
+
+
+def check_complete() -> None:
+    """After a forward pass: every layer of ours that was built has run.
+
+    Raises:
+        RuntimeError: names the kinds that have not, since vLLM then ran something else in their place.
+    """
+    if _unused:
+        raise RuntimeError(f"kernels = aligned: built but passed by: {', '.join(sorted(set(_unused.values())))}")

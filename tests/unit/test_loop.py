@@ -1,0 +1,276 @@
+"""The loop with a fake engine and fake ranks: the order of calls, what is kept as best, and the advantages."""
+
+import io
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from megatron_rlzero import loop
+from megatron_rlzero.config import Config
+from megatron_rlzero.metrics import RunLog, read_metrics
+from megatron_rlzero.rollout import Rollout
+from megatron_rlzero.summary import table
+
+
+def rollout(update, item, sample=0, reward=1.0, version=0, failed=False, prompt=2, actions=3):
+    action = np.arange(prompt + (0 if failed else actions)) >= prompt
+    return Rollout(
+        update=update,
+        item=item,
+        sample=sample,
+        tokens=np.arange(len(action), dtype=np.int32),
+        action_mask=action,
+        logprobs=np.where(action, -1.5, 0).astype(np.float32),
+        versions=np.where(action, version, -1).astype(np.int32),
+        reward=reward,
+        finish_reason="failed" if failed else "stop",
+    )
+
+
+@dataclass
+class World:
+    """Engine, ranks and log in one, that write down what they are asked; ``accuracy`` is by version."""
+
+    accuracy: dict[int, float] = field(default_factory=dict)
+    mismatch: float = 0.0
+    calls: list = field(default_factory=list)
+    version: int = -1
+    weights: int = 0
+    batches: list = field(default_factory=list)
+    metrics: dict = field(default_factory=dict)
+    evaluations: dict = field(default_factory=dict)
+    waiting: list = field(default_factory=list)
+
+    # engine
+    def set_version(self, version):
+        self.calls.append(("set_version", version))
+        self.version = version
+
+    def take(self, update):
+        self.calls.append(("take", update))
+        return [rollout(update, item, reward=float(item % 2), version=min(self.version, update)) for item in range(4)]
+
+    def evaluate(self, greedy):
+        self.calls.append(("greedy" if greedy else "sampled", self.version))
+        accuracy = self.accuracy.get(self.version, 0.0)
+        return [rollout(-1, i, reward=float(i < accuracy * 10), version=self.version) for i in range(10)]
+
+    # ranks
+    def push(self, version):
+        assert version == self.weights  # what is pushed are the weights of that version
+        self.calls.append(("push", version))
+        return SimpleNamespace(seconds=0.25, bytes=1000)
+
+    def score(self, batch):
+        self.calls.append(("score", self.weights))
+        values = torch.where(batch.action_mask, -1.5 + self.mismatch, 0.0)
+        return values, torch.ones_like(values)
+
+    def step(self, batch):
+        self.calls.append(("step", self.weights))
+        self.batches.append(batch)
+        values, entropies = torch.where(batch.action_mask, -1.25, 0.0), torch.full(batch.tokens.shape, 0.5)
+        self.weights += 1
+        gradients = SimpleNamespace(loss=-0.5, microbatches=2, log_pi=values, entropy=entropies)
+        return SimpleNamespace(gradients=gradients, grad_norm=0.5, clipped=True, stepped=True, learning_rate=1e-3)
+
+    def export(self, directory):
+        self.calls.append(("export", directory.rsplit("/", 1)[-1], self.weights))
+
+    # log
+    def update(self, update, metrics):
+        self.calls.append(("log", update))
+        self.metrics[update] = metrics
+
+    def evaluation(self, version, metrics, greedy):
+        self.calls.append(("log evaluation", version))
+        self.evaluations[version] = metrics
+
+    def run(self, **settings):
+        loop.train(config(**settings), self, self, self)
+        return self
+
+    def of(self, *kinds):
+        return [call for call in self.calls if call[0] in kinds]
+
+
+def config(**settings):
+    made = Config(run_dir="/nowhere/run")
+    made.loop.updates, made.loop.prompts_per_update = 3, 4
+    for key, value in settings.items():
+        section, name = key.split("_", 1)
+        setattr(getattr(made, section), name, value)
+    return made
+
+
+def evaluation(version):
+    return [("sampled", version), ("greedy", version), ("score", version), ("log evaluation", version)]
+
+
+def test_one_update_in_full():
+    assert World().run(loop_updates=1).calls == [
+        ("push", 0),
+        ("set_version", 0),
+        *evaluation(0),
+        ("export", "best", 0),
+        ("take", 0),
+        ("step", 0),
+        ("push", 1),
+        ("set_version", 1),
+        ("log", 0),
+        *evaluation(1),
+        ("export", "policy", 1),
+    ]
+
+
+def test_each_update_once_and_weights_before_their_version():
+    world = World().run(loop_updates=5)
+    assert world.of("take", "step") == [call for u in range(5) for call in (("take", u), ("step", u))]
+    assert world.of("push", "set_version") == [c for v in range(6) for c in (("push", v), ("set_version", v))]
+    assert [update for _, update in world.of("log")] == list(range(5))
+    # The servers get new weights before the update is written down and before the next is waited for.
+    order = world.of("set_version", "log", "take")
+    assert order.index(("set_version", 2)) < order.index(("log", 1)) < order.index(("take", 2))
+
+
+@pytest.mark.parametrize(
+    ("every", "updates", "pushed"), [(1, 4, [0, 1, 2, 3, 4]), (2, 4, [0, 2, 4]), (3, 7, [0, 3, 6, 7]), (3, 2, [0, 2])]
+)
+def test_refits_every_so_many_versions_and_before_the_last_evaluation(every, updates, pushed):
+    world = World().run(loop_updates=updates, refit_every=every)
+    assert [v for _, v in world.of("push")] == [v for _, v in world.of("set_version")] == pushed
+    for update, metrics in world.metrics.items():
+        refitted = (update + 1) % every == 0
+        assert metrics["refit/bytes"] == (1000.0 if refitted else 0.0)
+        assert metrics["seconds/refit"] == (0.25 if refitted else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("every", "refit", "versions"),
+    [(0, 1, [0, 5]), (2, 1, [0, 2, 4, 5]), (5, 1, [0, 5]), (2, 3, [0, 2, 4, 5]), (9, 1, [0, 5])],
+)
+def test_evaluations_run_on_the_version_that_the_servers_hold(every, refit, versions):
+    world = World().run(loop_updates=5, eval_every=every, refit_every=refit)
+    assert [v for _, v in world.of("sampled")] == [v for _, v in world.of("greedy")] == versions
+    assert list(world.evaluations) == versions
+    for version in versions:
+        at = world.calls.index(("sampled", version))
+        assert world.calls[at : at + 4] == evaluation(version)
+        earlier = [c for c in world.calls[:at] if c[0] in ("push", "set_version")]
+        assert earlier[-2:] == [("push", version), ("set_version", version)]
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "kept"),
+    [
+        ([0.0, 0.0, 0.0, 0.0], [0]),
+        ([0.3, 0.5, 0.5, 0.4], [0, 1]),
+        ([0.3, 0.1, 0.2, 0.4], [0, 3]),
+        ([0.1, 0.2, 0.3, 0.4], [0, 1, 2, 3]),
+        ([0.9, 0.8, 0.7, 0.6], [0]),
+    ],
+)
+def test_best_is_kept_only_when_it_is_better(accuracy, kept):
+    world = World(accuracy=dict(enumerate(accuracy))).run(eval_every=1)
+    assert world.of("export") == [*(("export", "best", v) for v in kept), ("export", "policy", 3)]
+    assert [world.evaluations[v]["eval/sampled"] for v in range(4)] == pytest.approx(accuracy)
+
+
+def test_mismatch_is_measured_at_equal_weights():
+    found = [World(mismatch=m).run().evaluations[3] for m in (0.0, 0.125)]
+    assert [e["mismatch/tokens"] for e in found] == [30.0, 30.0]
+    assert [e["mismatch/differing_frac"] for e in found] == [0.0, 1.0]
+    assert found[1]["mismatch/abs_diff_max"] == 0.125
+
+
+def test_metrics_of_an_update():
+    metrics = World().run().metrics[2]
+    assert metrics["loss"] == -0.5
+    assert metrics["grad_norm"] == 0.5
+    assert metrics["grad_clipped"] == metrics["stepped"] == 1.0
+    assert metrics["learning_rate"] == 1e-3
+    assert metrics["tokens"] == 20
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["entropy"] == 0.5
+    assert metrics["rollout_kl/k1"] == -0.25
+    assert metrics["lag/max"] == 0.0
+    assert metrics["seconds/update"] >= metrics["seconds/learning"] >= 0
+
+
+def test_the_batch_has_the_rollouts_in_their_order_with_their_advantages():
+    (batch, *_) = World().run().batches
+    assert batch.lengths.tolist() == [5] * 4
+    assert batch.advantages.tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_errors_stop_before_anything_is_pushed():
+    class Broken(World):
+        def step(self, batch):
+            raise FloatingPointError("loss = nan")
+
+    world = Broken()
+    with pytest.raises(FloatingPointError):
+        world.run()
+    assert world.of("push") == [("push", 0)]
+    assert world.of("export") == [("export", "best", 0)]
+
+
+def advantages(name, rows):
+    made = config(loop_advantage=name)
+    rollouts = [rollout(0, item, sample, reward, failed=failed) for item, sample, reward, failed in rows]
+    return loop.advantages(made, rollouts).tolist()
+
+
+ROWS = [
+    # item, sample, reward, failed
+    (7, 0, 1.0, False),
+    (7, 1, 0.0, False),
+    (8, 0, 1.0, False),
+    (8, 1, 5.0, True),
+    (9, 0, 3.0, True),
+    (9, 1, 3.0, True),
+]
+
+
+def test_failed_responses_get_no_advantage_and_do_not_count():
+    assert advantages("batch_mean", ROWS) == pytest.approx([1 / 3, -2 / 3, 1 / 3, 0, 0, 0])
+    assert advantages("none", ROWS) == [1, 0, 1, 0, 0, 0]
+    counted = [(*row[:3], False) for row in ROWS]
+    assert advantages("batch_mean", counted)[0] != pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "dr_grpo", "reinforce_pp_baseline"])
+def test_the_survivor_of_a_group_gets_no_advantage(name):
+    """Item 8 has one response left, and nothing to compare it with."""
+    found = advantages(name, ROWS)
+    assert found[2:] == [0, 0, 0, 0]
+    assert found[0] == -found[1] > 0
+    whole = [(*row[:3], False) for row in ROWS]
+    assert advantages(name, whole)[2] != 0
+
+
+@pytest.mark.parametrize("name", ["batch_mean", "rloo", "none"])
+def test_an_update_of_failures_is_zero(name):
+    assert advantages(name, [(*row[:3], True) for row in ROWS]) == [0] * 6
+
+
+def test_arrays_are_split_by_response():
+    parts = loop.split([rollout(0, 0, actions=1), rollout(0, 1, failed=True), rollout(0, 2)], np.arange(10))
+    assert [p.tolist() for p in parts] == [[0, 1, 2], [3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_what_is_logged_is_what_the_summary_reads(tmp_path):
+    """The loop with the real run directory, then the table of the finished run."""
+    made = config(eval_every=2)
+    made.run_dir = str(tmp_path / "run")
+    world = World(accuracy={0: 0.2, 2: 0.4, 3: 0.6})
+    with RunLog(made, Console(file=io.StringIO())) as log:
+        loop.train(made, world, world, log)
+    lines = read_metrics(made.run_dir)
+    held_out = [line for line in lines if "eval/sampled" in line]
+    assert [line["update"] for line in held_out] == [0, 2, 3]
+    table([line for line in lines if "reward/mean" in line], held_out)
