@@ -27,7 +27,7 @@ venv: .venv/installed
 	@python=$$(./tools/find_python) || exit 1; \
 	test -x $(PYTHON) || $$python -m venv .venv
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -r constraints/uv.txt \
-	  && .venv/bin/uv pip install --quiet --python $(PYTHON) --no-deps -r constraints/cpu.txt \
+	  && .venv/bin/uv pip install --quiet --python $(PYTHON) --no-deps --compile-bytecode -r constraints/cpu.txt \
 	  && .venv/bin/uv pip install --quiet --python $(PYTHON) --no-deps --no-build-isolation -e . \
 	  || { echo "The installation failed. It needs a package index (pip's settings count for pip, UV_INDEX_URL for uv)," \
 	            "about 7 GB of disk and Linux on x86_64; 'make clean' starts over." >&2; exit 1; }

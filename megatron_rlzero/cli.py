@@ -38,11 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except (RuntimeError, FloatingPointError, FileNotFoundError, ValueError) as error:
-        if parsed.command != "plot":
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 1
-        print(error, file=sys.stderr)
+    except (RuntimeError, ArithmeticError, OSError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
 

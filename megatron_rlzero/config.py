@@ -141,6 +141,9 @@ class Config:
     """Metrics, resolved configuration, best checkpoint and exported policy go here."""
     seed: int = 1
     """Of prompt order and sampling noise."""
+    kernels: str = "aligned"
+    """aligned | stock: operators of this project on both sides, so that their log-probs are the same bits, or those that
+    vLLM and the learner's libraries bring."""
     reduction_slices: int = 4
     """Slices of every sum that tensor parallelism splits: a power of two and a multiple of every tensor-parallel size
     in use, on both sides. Part of the model's arithmetic: another number gives other bits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,11 +21,15 @@ from megatron_rlzero.learner.batch import Batch
 from megatron_rlzero.learner.ranks import Ranks
 from megatron_rlzero.rollout import Rollout
 
+if TYPE_CHECKING:
+    from megatron_rlzero.generation.refit import RefitStats
+
 
 class Engine(Protocol):
     """What the loop asks of generation/engine.py."""
 
     def set_version(self, version: int) -> None: ...
+    def detach(self, name: str) -> None: ...
     def take(self, update: int) -> list[Rollout]: ...
     def evaluate(self, greedy: bool) -> list[Rollout]: ...
 
@@ -44,10 +48,9 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log) -> None:
         FloatingPointError: from the learner, before anything was stepped.
         RuntimeError: from the engine: a server or the client died, or too many responses failed.
     """
-    best = -1.0
-    refit = ranks.push(0)
-    engine.set_version(0)
-    best = evaluate(config, ranks, engine, log, 0, best)
+    refit = hand_over(ranks, engine, 0)
+    best = evaluate(config, ranks, engine, log, 0, best=-1.0)
+    busy_until = -1.0
     for update in range(config.loop.updates):
         start = time.monotonic()
         rollouts = engine.take(update)
@@ -57,10 +60,10 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log) -> None:
         version = update + 1
         pushed = version % config.refit.every == 0
         if pushed:
-            refit = ranks.push(version)
-            engine.set_version(version)
+            refit = hand_over(ranks, engine, version)
         done = time.monotonic()
 
+        began, generated = sampling_interval(rollouts)
         gradients = step.gradients
         log_probs, entropies = (split(rollouts, x.numpy()) for x in (gradients.log_pi, gradients.entropy))
         tokens = sum(len(r.tokens) for r in rollouts)
@@ -74,7 +77,9 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log) -> None:
                 "stepped": float(step.stepped),
                 "learning_rate": step.learning_rate,
                 "microbatches": gradients.microbatches,
+                "seconds/generation": generated - began,
                 "seconds/waiting_for_rollouts": taken - start,
+                "seconds/waiting_for_learner": max(began - busy_until, 0.0) if busy_until > 0 else 0.0,
                 "seconds/learning": stepped - taken,
                 "seconds/refit": refit.seconds if pushed else 0.0,
                 "seconds/update": done - start,
@@ -84,13 +89,27 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log) -> None:
                 "refit/recomputed_tokens": recomputed_tokens(rollouts),
             },
         )
+        busy_until = max(busy_until, generated)
         last = version == config.loop.updates
         if last or (config.eval.every and version % config.eval.every == 0):
             if not pushed:
-                ranks.push(version)
-                engine.set_version(version)
+                hand_over(ranks, engine, version)
             best = evaluate(config, ranks, engine, log, version, best)
     ranks.export(f"{config.run_dir}/policy")
+
+
+def hand_over(ranks: Ranks, engine: Engine, version: int) -> RefitStats:
+    """Brings every server to ``version``; one that was not there in time gets no further requests."""
+    refit = ranks.push(version)
+    for name in refit.detached:
+        engine.detach(name)
+    engine.set_version(version)
+    return refit
+
+
+def sampling_interval(rollouts: Sequence[Rollout]) -> tuple[float, float]:
+    """When the first of the responses was asked for and the last one was there, on time.monotonic's clock."""
+    return min(r.info["start"] for r in rollouts), max(r.info["end"] for r in rollouts)
 
 
 def evaluate(config: Config, ranks: Ranks, engine: Engine, log: Log, version: int, best: float) -> float:

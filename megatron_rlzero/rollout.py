@@ -29,6 +29,7 @@ class Rollout:
         reward: R.
         finish_reason: one of FINISH_REASONS.
         attempts: how many times it was sampled, more than 1 after failures.
+        info: "start" and "end", when it was asked for and when it was graded, on time.monotonic's clock in seconds.
     """
 
     update: int

@@ -15,7 +15,7 @@ from megatron_rlzero.metrics import COMPLETIONS_FILE, read_metrics
 
 #: updates at each end of the run whose reward is averaged
 WINDOW = 20
-PHASES = ("generation", "learning", "waiting_for_rollouts", "refit")
+PHASES = ("generation", "learning", "waiting_for_rollouts", "waiting_for_learner", "refit")
 
 
 def summarise(config: Config, console: Console) -> None:

@@ -18,6 +18,7 @@ from megatron_rlzero.config_io import Findings, Parsed, line, parse
 from megatron_rlzero.environments import KINDS
 
 AT_LEAST_1 = (
+    "reduction_slices",
     "learner.world_size",
     "learner.tensor_model_parallel_size",
     "learner.pipeline_model_parallel_size",
@@ -67,6 +68,7 @@ FRACTIONS = {  # key -> whether 1 itself is allowed
     "rollout.max_failed_fraction": True,
 }
 CHOICES = {
+    "kernels": ("aligned", "stock"),
     "model.dtype": ("fp32", "bf16"),
     "learner.recompute": ("none", "selective", "full"),
     "learner.optimizer.lr_decay_style": ("constant", "cosine"),
@@ -118,6 +120,7 @@ def _violations(parsed: Parsed, starting: bool, environ: Mapping[str, str]) -> l
     findings = Findings(parsed)
     _ranges(findings)
     _layout(findings, environ)
+    _slices(findings)
     _batch(findings)
     _rollout(findings)
     preflight.check_model(findings)
@@ -195,6 +198,19 @@ def _layout(f: Findings, environ: Mapping[str, str]) -> None:
                 f"times samples_per_prompt = {responses} responses, not divisible over {dp} data-parallel ranks",
                 f"make their product a multiple of {dp}",
             )
+
+
+def _slices(f: Findings) -> None:
+    """Sums that tensor parallelism splits have the same slices whatever the tensor-parallel sizes."""
+    slices = f.config.reduction_slices
+    if not f.usable("reduction_slices"):
+        return
+    if slices & (slices - 1):
+        f.add("reduction_slices", "not a power of two", "give a power of two")
+        return
+    for key in ("learner.tensor_model_parallel_size", "rollout.tensor_model_parallel_size"):
+        if f.usable(key) and slices % f.value(key):
+            f.add("reduction_slices", f"not a multiple of {key} = {f.value(key)}", "raise it or lower that size")
 
 
 def _batch(f: Findings) -> None:

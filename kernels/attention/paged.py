@@ -46,7 +46,7 @@ def paged_attention(
     Returns:
         [tokens, heads, dim], dtype of ``q``. What lies in the cache beyond a sequence's end has no influence.
     """
-    heads, dim = q.shape[1:]
+    heads = q.shape[1]
     kv_heads, block_size = k_cache.shape[1:3]
     # Rows of one KV head's product: enough for the library's many-row code, whatever the batch.
     least = -(-8 // (heads // kv_heads))

@@ -56,7 +56,7 @@ def _by_padded_length(lengths: list[int]) -> dict[int, list[tuple[int, int]]]:
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [documents, n, heads, dim], k and v [documents, n, kv_heads, dim] -> fp32, like q."""
-    documents, n, heads, _ = q.shape
+    documents, n = q.shape[:2]
     q, k, v = by_kv_head(q, k.shape[2]), *(x.float().transpose(1, 2).flatten(0, 1) for x in (k, v))
     v = F.pad(v, (0, 0, 0, -n % tiles.KEYS))
     chunks = []

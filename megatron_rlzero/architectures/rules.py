@@ -102,16 +102,6 @@ def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // (128 * multiple)) * 128 * multiple
 
 
-def check_complete(pieces: list[Piece], tensors: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError naming the first tensor of the checkpoint that ``pieces`` do not hold exactly once."""
-    held = dict.fromkeys(tensors, 0)
-    for piece in pieces:
-        held[piece.tensor] += piece.box.numel
-    for name, shape in tensors.items():
-        if held[name] != prod(shape):
-            raise ValueError(f"{name} has {prod(shape)} elements, the parameters hold {held[name]} of them")
-
-
 def _divide(n: int, size: int, tensor: str) -> int:
     if n % size:
         raise ValueError(f"{tensor}: {n} does not divide by a tensor-parallel size of {size}")

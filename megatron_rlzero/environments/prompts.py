@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face directory; nothing is fetched. OSError where there is none."""
-    from transformers import AutoTokenizer  # slow to import, and only the client process needs it
+    if (Path(path) / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast  # without torch, which AutoTokenizer imports
+
+        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
 

@@ -12,6 +12,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -136,6 +137,7 @@ class Client:
         """One response; after the last retry or the deadline one that is recorded as failed."""
         rollout = self.config.rollout
         deadline = asyncio.get_running_loop().time() + rollout.deadline_s
+        start = time.monotonic()
         tokens = self._encode(split, prompt.item)
         key = None if greedy else (self.config.seed, prompt.epoch, prompt.item, sample)
         attempt = 0
@@ -154,8 +156,8 @@ class Client:
             except TimeoutError:
                 reasons.append(f"{name}: not done after rollout.deadline_s = {rollout.deadline_s}")
                 break
-            return _rollout(update, prompt.item, sample, tokens, answer, reward, attempt)
-        return _rollout(update, prompt.item, sample, tokens, None, 0.0, attempt)
+            return _rollout(update, prompt.item, sample, tokens, answer, reward, attempt, start)
+        return _rollout(update, prompt.item, sample, tokens, None, 0.0, attempt, start)
 
     def _encode(self, split: str, item: int) -> list[int]:
         try:
@@ -191,6 +193,7 @@ def _rollout(
     answer: requests.Answer | None,
     reward: float,
     attempts: int,
+    start: float,
 ) -> Rollout:
     """The prompt and, unless the response failed, its action tokens."""
     rows = {"tokens": np.array(prompt, np.int32)}
@@ -206,7 +209,8 @@ def _rollout(
         }
         rows = {name: np.concatenate([row, sampled[name]]) for name, row in rows.items()}
     reason = "failed" if answer is None else answer.finish_reason
-    return Rollout(update, item, sample, **rows, reward=reward, finish_reason=reason, attempts=attempts)
+    info = {"start": start, "end": time.monotonic()}
+    return Rollout(update, item, sample, **rows, reward=reward, finish_reason=reason, attempts=attempts, info=info)
 
 
 def _send(connection: Connection, outbox: queue.SimpleQueue[tuple | None]) -> None:

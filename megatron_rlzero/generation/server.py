@@ -128,9 +128,12 @@ def flags(config: Config, port: int) -> list[str]:
         "enable-scale-out": True,  # the token-in, token-out route
         "weight-transfer-config": {"backend": BACKEND},
         "logits-processors": "megatron_rlzero.generation.logits_processor:SeededSampling",
-        "enable-prefix-caching": False,  # a hit would make numbers depend on the order of arrival
+        # With stock kernels a hit would make numbers depend on the order of arrival.
+        "enable-prefix-caching": config.kernels == "aligned",
         "disable-uvicorn-access-log": True,
     }
+    if config.kernels == "aligned" and rollout.tensor_model_parallel_size > 1 and experts(config.model.path):
+        values["enable-expert-parallel"] = True  # experts stay whole, as on the learner
     if cpu_build():
         values["enforce-eager"] = True
         values["kv-cache-memory-bytes"] = rollout.cpu_kv_cache_gib * 2**30
@@ -159,7 +162,8 @@ def base_environment() -> dict[str, str]:
 def environment(config: Config) -> dict[str, str]:
     """A server's environment; with ``base_environment`` the only place where variables are set."""
     variables = base_environment()
-    variables.update(Settings(temperature=config.rollout.temperature).to_environment())
+    settings = Settings(config.rollout.temperature, config.kernels, config.reduction_slices)
+    variables.update(settings.to_environment())
     variables.update(
         VLLM_SERVER_DEV_MODE="1",  # the routes for weights and pausing
         VLLM_USE_V2_MODEL_RUNNER="0",  # our logits processor has the V1 interface

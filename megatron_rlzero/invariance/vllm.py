@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in each of its processes: weight transfer, parent watch, temperature.
+"""The plugin that vLLM loads in each of its processes: weight transfer, parent watch, operators, temperature.
 
 It does nothing in a process whose environment lacks ``VARIABLE``: only servers that this project launches set it.
 """
@@ -24,9 +24,13 @@ class Settings:
 
     Attributes:
         temperature: divides the logits, for the draw and for the log-probs alike.
+        kernels: aligned | stock, see Config.
+        reduction_slices: see Config; the same number as on the learner.
     """
 
     temperature: float
+    kernels: str
+    reduction_slices: int
 
     def to_environment(self) -> dict[str, str]:
         """The variable to add to a server's environment."""
@@ -52,9 +56,12 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(
         BACKEND, "megatron_rlzero.generation.weight_transfer", "RefitTransferEngine"
     )
-    if settings.temperature != 1.0:
+    if settings.kernels == "aligned":
+        from megatron_rlzero.invariance import vllm_layers
+
+        vllm_layers.install(settings.reduction_slices, settings.temperature)
+    elif settings.temperature != 1.0:
         _scale_logprobs(settings.temperature)
-    # kernels: aligned would substitute vLLM's layers here, before any model is built.
 
 
 def _scale_logprobs(temperature: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from megatron_rlzero.config import Config
 from megatron_rlzero.config import Learner as LearnerConfig
 from megatron_rlzero.config import Optimizer as OptimizerSettings
 from megatron_rlzero.invariance.megatron import PolicyModel, hybrid_stack_spec
+from megatron_rlzero.kernels import libraries
 from megatron_rlzero.learner import cpu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -54,6 +56,7 @@ def initialise_distributed(config: LearnerConfig) -> tuple[torch.device, dist.St
     if gpu:
         torch.cuda.set_device(dist.get_node_local_rank(0))
     else:
+        os.environ.update(libraries.settings())
         torch.set_num_threads(config.threads_per_rank)
         cpu.activate()
     timeout = timedelta(seconds=config.timeout_s)

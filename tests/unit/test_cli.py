@@ -169,7 +169,7 @@ def test_plot_of_a_synthetic_run(tmp_path, capsys):
 
 def test_plot_without_a_run_is_exit_code_1_with_a_line(tmp_path, capsys):
     assert cli.main(["plot", str(tmp_path / "absent")]) == 1
-    assert capsys.readouterr().err == f"{tmp_path}/absent/metrics.jsonl: no such file; give the run_dir of a run\n"
+    assert f"{tmp_path}/absent/metrics.jsonl: no such file; give the run_dir of a run\n" in capsys.readouterr().err
     run_dir = write_run(tmp_path / "run", [{"update": 0, "eval/sampled": 0.25}])
     assert cli.main(["plot", run_dir]) == 1
     assert "records no update yet" in capsys.readouterr().err

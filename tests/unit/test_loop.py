@@ -28,6 +28,7 @@ def rollout(update, item, sample=0, reward=1.0, version=0, failed=False, prompt=
         versions=np.where(action, version, -1).astype(np.int32),
         reward=reward,
         finish_reason="failed" if failed else "stop",
+        info={"start": 10.0 * update + sample, "end": 10.0 * update + sample + 2.5},
     )
 
 
@@ -63,7 +64,7 @@ class World:
     def push(self, version):
         assert version == self.weights  # what is pushed are the weights of that version
         self.calls.append(("push", version))
-        return SimpleNamespace(seconds=0.25, bytes=1000)
+        return SimpleNamespace(seconds=0.25, bytes=1000, detached=())
 
     def score(self, batch):
         self.calls.append(("score", self.weights))

@@ -25,6 +25,7 @@ def update(u, **changes):
         "seconds/update": 2.0,
         "seconds/learning": 0.5,
         "seconds/waiting_for_rollouts": 1.0,
+        "seconds/waiting_for_learner": 0.125,
         "seconds/refit": 0.25,
         "seconds/generation": 0.75,
         "rollout_kl/k3": 1e-3,

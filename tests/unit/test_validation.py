@@ -154,6 +154,9 @@ ALONE = [
     ("learner.optimizer.lr_decay_style=linear", "lr_decay_style = linear: unknown; one of constant, cosine"),
     ("rollout.max_failed_fraction=1.5", "rollout.max_failed_fraction = 1.5: out of range"),
     ("rollout.temperature=0", "rollout.temperature = 0.0: too small; give more than 0"),
+    ("kernels=fast", "kernels = fast: unknown; one of aligned, stock"),
+    ("reduction_slices=0", "reduction_slices = 0: too small; give at least 1"),
+    ("reduction_slices=6", "reduction_slices = 6: not a power of two; give a power of two"),
     ("model.dtype=fp16", "model.dtype = fp16: unknown; one of fp32, bf16"),
     ("learner.recompute=half", "learner.recompute = half: unknown; one of none, selective, full"),
     ("loop.advantage=ppo", "loop.advantage = ppo: unknown; one of batch_mean, rloo"),
@@ -168,6 +171,14 @@ ALONE = [
         "learner.world_size=4 learner.pipeline_model_parallel_size=2 learner.expert_model_parallel_size=4",
         "does not divide tensor x data parallel size = 1 x 2",
     ),
+    (
+        "reduction_slices=1 learner.tensor_model_parallel_size=2",
+        "reduction_slices = 1: not a multiple of learner.tensor_model_parallel_size = 2; raise it",
+    ),
+    (
+        "reduction_slices=2 rollout.tensor_model_parallel_size=4",
+        "reduction_slices = 2: not a multiple of rollout.tensor_model_parallel_size = 4; raise it",
+    ),
     ("loop.prompts_per_update=7", "loop.prompts_per_update = 7: times samples_per_prompt = 7 responses"),
     ("refit.every=4", "refit.every = 4: above loop.max_lag + 1 = 3"),
     ("loop.advantage=grpo", "loop.samples_per_prompt = 1: loop.advantage = grpo compares"),
@@ -175,11 +186,17 @@ ALONE = [
     ("learner.max_tokens_per_microbatch=39", "max_prompt_tokens + max_response_tokens = 40 tokens; set it to 40"),
     # against the model
     ("rollout.max_response_tokens=41", "rollout.max_response_tokens = 41: with max_prompt_tokens = 65 tokens"),
-    ("learner.world_size=3 learner.tensor_model_parallel_size=3 loop.prompts_per_update=3", "4 attention heads"),
+    (
+        "learner.world_size=8 learner.tensor_model_parallel_size=8 reduction_slices=8",
+        "4 attention heads",
+    ),
     ("learner.world_size=4 learner.tensor_model_parallel_size=4", "2 key-value heads, and sharing one"),
     ("learner.world_size=3 learner.pipeline_model_parallel_size=3", "the model has 4 layers"),
     ("learner.world_size=3 learner.expert_model_parallel_size=3 loop.prompts_per_update=3", "8 experts, not divisible"),
-    ("rollout.tensor_model_parallel_size=3", "rollout.tensor_model_parallel_size = 3: the model has 4 attention"),
+    (
+        "rollout.tensor_model_parallel_size=8 reduction_slices=8",
+        "rollout.tensor_model_parallel_size = 8: the model has 4 attention",
+    ),
     # addresses
     ("rollout.urls=[localhost:80]", "rollout.urls[0] = localhost:80: not the address of a server"),
     ("rollout.urls=[http://a]", "rollout.urls[0] = http://a: not the address"),
@@ -209,6 +226,9 @@ NEIGHBOURS = [
     "loop.advantage=grpo loop.samples_per_prompt=2",
     "rollout.tensor_model_parallel_size=4",
     "loop.prompts_per_update=7 loop.samples_per_prompt=2",
+    "kernels=stock",
+    "reduction_slices=1",
+    "reduction_slices=2 learner.tensor_model_parallel_size=2",
 ]
 
 
