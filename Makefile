@@ -9,6 +9,7 @@ RUN := runs/quickstart/rl-$(shell date +%Y%m%d-%H%M%S)
 demo: venv
 	$(PYTHON) examples/quickstart/prepare.py $(CONFIG)
 	$(PYTHON) -m megatron_rlzero train $(CONFIG) run_dir=$(RUN)
+	$(PYTHON) examples/quickstart/compare.py $(CONFIG) $(RUN)
 
 test: venv
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest

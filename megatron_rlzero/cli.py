@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 
 #: exit code of a configuration that cannot run
@@ -19,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, run, text in (
         ("train", train, "train a policy; under torchrun, as one of its ranks"),
         ("evaluate", evaluate, "held-out accuracy of model.path, sampled and greedy"),
+        ("probe", probe, "compare log-probs of engine and learner at equal weights; exit code 1 if a token differs"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("config", help="YAML file")
@@ -49,8 +49,7 @@ def train(parsed: argparse.Namespace) -> int:
     from megatron_rlzero.validation import load
 
     if is_rank():
-        warnings.filterwarnings("ignore", module=r"megatron\.core|torch")  # fused kernels that are not installed
-        from megatron_rlzero.run import run
+        from megatron_rlzero.run import train as run
 
         run(load(parsed.config, parsed.overrides, starting=False))
         return 0
@@ -65,6 +64,25 @@ def train(parsed: argparse.Namespace) -> int:
         plot(config.run_dir)
         summarise(config, Console(soft_wrap=True))
     return code
+
+
+def probe(parsed: argparse.Namespace) -> int:
+    """Prompts in pieces (chunked prefill) and cached prefixes, so that every path of the engine is compared."""
+    from megatron_rlzero.launch import is_rank, launch
+    from megatron_rlzero.validation import load
+
+    # A directory of its own, and small steps: prompts come in pieces, and prefixes from the cache where that is exact.
+    sequences = 32
+    engine = f"{{max-num-seqs: {sequences}, max-num-batched-tokens: {sequences}}}"
+    arguments = [parsed.config, f"rollout.engine_args={engine}", *parsed.overrides]
+    if is_rank():
+        from megatron_rlzero.run import run_probe
+
+        return 1 if run_probe(load(arguments[0], arguments[1:], starting=False)) else 0
+    given = load(arguments[0], arguments[1:], starting=False)
+    arguments.append(f"run_dir={given.run_dir}/probe-{given.kernels}-{time.strftime('%Y%m%d-%H%M%S')}")
+    config = load(arguments[0], arguments[1:])
+    return launch(["-m", "megatron_rlzero", "probe", *arguments], config.learner.world_size)
 
 
 def evaluate(parsed: argparse.Namespace) -> int:

@@ -44,7 +44,9 @@ class Learner:
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
     """Refused: interleaved pipeline stages are not supported."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int | None = None
+    """By default as many of a pipeline stage's ranks as divide the experts: experts are split before anything is
+    replicated. 1 for a dense model."""
     context_parallel_size: int = 1
     """Refused above 1 until it is exact."""
     max_tokens_per_microbatch: int = 4096
@@ -118,6 +120,16 @@ class Evaluation:
 
 
 @dataclass
+class Probe:
+    every: int = 10
+    """Versions between two comparisons of a fixed batch's log-probs, engine against learner; 0 is never."""
+    on_mismatch: str = "stop"
+    """stop | log: what to do when a byte differs where the weights are the same."""
+    tokens: int = 5000
+    """Action tokens that the command ``probe`` compares at least."""
+
+
+@dataclass
 class Environment:
     kind: str = "reasoning_gym"
     """reasoning_gym | jsonl."""
@@ -142,7 +154,7 @@ class Config:
     seed: int = 1
     """Of prompt order and sampling noise."""
     kernels: str = "aligned"
-    """aligned | stock: operators of this project on both sides, so that their log-probs are the same bits, or those that
+    """aligned | stock: this project's operators on both sides, so that their log-probs are the same bits, or those that
     vLLM and the learner's libraries bring."""
     reduction_slices: int = 4
     """Slices of every sum that tensor parallelism splits: a power of two and a multiple of every tensor-parallel size
@@ -153,4 +165,5 @@ class Config:
     refit: Refit = field(default_factory=Refit)
     loop: Loop = field(default_factory=Loop)
     eval: Evaluation = field(default_factory=Evaluation)
+    probe: Probe = field(default_factory=Probe)
     environment: Environment = field(default_factory=Environment)

@@ -7,6 +7,8 @@ line ``key = value: what is wrong; fix``.
 from __future__ import annotations
 
 import difflib
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -49,7 +51,22 @@ def parse(path: str | Path, overrides: Sequence[str] = ()) -> Parsed:
     for key, hint in _schema(Config):
         _resolve(tree, key, hint, parsed.violations)
     parsed.config = OmegaConf.to_object(tree)
+    if parsed.config.learner.expert_model_parallel_size is None:
+        parsed.config.learner.expert_model_parallel_size = _expert_parallel(parsed.config)
     return parsed
+
+
+def _expert_parallel(config: Config) -> int:
+    """The largest size that divides both the ranks of a pipeline stage and the experts; 1 where either is unknown."""
+    world, stages = config.learner.world_size, config.learner.pipeline_model_parallel_size
+    path = Path(config.model.path, "config.json")
+    if stages < 1 or world < 1 or world % stages or not path.is_file():
+        return 1
+    try:
+        hf = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # preflight.py says what is wrong with it
+        return 1
+    return math.gcd(world // stages, hf.get("num_experts") or hf.get("num_local_experts") or 1)
 
 
 def _read_file(path: str | Path, violations: dict[str, str]) -> Any:

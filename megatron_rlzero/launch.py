@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import uuid
@@ -32,6 +33,10 @@ def launch(arguments: Sequence[str], world_size: int) -> int:
         max_restarts=0,
         monitor_interval=0.2,
     )
+    # The ranks say themselves what went wrong; the launcher would add a page on processes.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Megatron-Core warns of each fused kernel that is not installed, in every rank.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
     try:
         elastic_launch(settings, sys.executable)(*arguments)
     except ChildFailedError as error:

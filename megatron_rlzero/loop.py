@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron_rlzero import advantage
 from megatron_rlzero.config import Config
 from megatron_rlzero.diagnostics import mismatch_metrics, update_metrics
 from megatron_rlzero.generation.versions import recomputed_tokens
+from megatron_rlzero.invariance.probe import Row, compare, fixed_batch
 from megatron_rlzero.learner.batch import Batch
 from megatron_rlzero.learner.ranks import Ranks
 from megatron_rlzero.rollout import Rollout
@@ -32,6 +34,8 @@ class Engine(Protocol):
     def detach(self, name: str) -> None: ...
     def take(self, update: int) -> list[Rollout]: ...
     def evaluate(self, greedy: bool) -> list[Rollout]: ...
+    def begin_evaluation(self, greedy: bool, prompts: int, samples: int, concurrency: int) -> int: ...
+    def finish_evaluation(self, request: int) -> list[Rollout]: ...
 
 
 class Log(Protocol):
@@ -49,6 +53,7 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log) -> None:
         RuntimeError: from the engine: a server or the client died, or too many responses failed.
     """
     refit = hand_over(ranks, engine, 0)
+    check(config, ranks, engine)
     best = evaluate(config, ranks, engine, log, 0, best=-1.0)
     busy_until = -1.0
     for update in range(config.loop.updates):
@@ -89,13 +94,24 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log) -> None:
                 "refit/recomputed_tokens": recomputed_tokens(rollouts),
             },
         )
+        refuse(config, compare("in the loop", "packed", *same_version(rollouts, log_probs, update)))
         busy_until = max(busy_until, generated)
+        if pushed and config.probe.every and version % config.probe.every == 0:
+            check(config, ranks, engine)
         last = version == config.loop.updates
         if last or (config.eval.every and version % config.eval.every == 0):
             if not pushed:
                 hand_over(ranks, engine, version)
             best = evaluate(config, ranks, engine, log, version, best)
     ranks.export(f"{config.run_dir}/policy")
+
+
+def same_version(
+    rollouts: Sequence[Rollout], log_probs: Sequence[np.ndarray], version: int
+) -> tuple[list[Rollout], list[np.ndarray]]:
+    """The rollouts with only those action tokens that ``version`` itself sampled."""
+    same = [replace(r, action_mask=r.action_mask & (r.versions == version)) for r in rollouts]
+    return same, list(log_probs)
 
 
 def hand_over(ranks: Ranks, engine: Engine, version: int) -> RefitStats:
@@ -105,6 +121,27 @@ def hand_over(ranks: Ranks, engine: Engine, version: int) -> RefitStats:
         engine.detach(name)
     engine.set_version(version)
     return refit
+
+
+def check(config: Config, ranks: Ranks, engine: Engine) -> None:
+    """The probe of one fixed batch, at equal weights.
+
+    Raises:
+        RuntimeError: a byte differs and ``probe.on_mismatch`` is stop.
+    """
+    if config.probe.every:
+        longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        refuse(config, fixed_batch(engine, ranks, config.eval.prompts, longest))
+
+
+def refuse(config: Config, row: Row) -> None:
+    """Raises RuntimeError if tokens differ and ``probe.on_mismatch`` is stop."""
+    if row.differing and config.probe.on_mismatch == "stop":
+        raise RuntimeError(
+            f"{row.differing} of {row.tokens} tokens differ between learner and engine at equal weights, by up to "
+            f"{row.largest:.3g}; first: {row.first}. `megatron-rlzero probe` says where; to train on all the same, set "
+            "probe.on_mismatch=log"
+        )
 
 
 def sampling_interval(rollouts: Sequence[Rollout]) -> tuple[float, float]:
@@ -119,7 +156,7 @@ def evaluate(config: Config, ranks: Ranks, engine: Engine, log: Log, version: in
     score with the same weights. Returns the best sampled accuracy so far.
     """
     sampled, greedy = engine.evaluate(greedy=False), engine.evaluate(greedy=True)
-    log_probs = split(sampled, ranks.score(Batch.of(sampled))[0].numpy())
+    log_probs = ranks.score_rollouts(sampled)
     accuracy = float(np.mean([r.reward for r in sampled]))
     metrics = {"eval/sampled": accuracy, "eval/greedy": float(np.mean([r.reward for r in greedy]))}
     log.evaluation(version, metrics | mismatch_metrics(sampled, log_probs, version), greedy)

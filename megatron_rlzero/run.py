@@ -1,15 +1,22 @@
-"""One rank of a training run: builds its part of the learner; rank 0 also starts the servers and leads the loop."""
+"""One rank of a run: builds its part of the learner; rank 0 also starts the servers and leads."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 
 from megatron_rlzero import loop
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation.engine import RolloutEngine
 from megatron_rlzero.generation.refit import Refit
+from megatron_rlzero.invariance import probe, trace
 from megatron_rlzero.learner.build import DTYPES, initialise_distributed
 from megatron_rlzero.learner.channel import Channel
 from megatron_rlzero.learner.learner import Learner
@@ -18,38 +25,81 @@ from megatron_rlzero.metrics import RunLog
 from megatron_rlzero.watch import end_with
 
 
-def run(config: Config) -> None:
+def train(config: Config) -> None:
     """Trains as ``config`` says; called on every rank that ``launch`` or torchrun has started.
 
     Raises:
         RuntimeError: on rank 0, naming the server or process that died; the launcher ends the other ranks.
         FloatingPointError: on every rank: the update would not have been finite.
     """
-    end_with(os.getppid())
-    if int(os.environ["RANK"]) == 0:
-        _lead(config)
+
+    def lead(ranks: Ranks, engine: RolloutEngine) -> None:
+        loop.train(config, ranks, engine, log)
+
+    if _rank() > 0:
+        _run(config, lead)
     else:
-        learner, channel, refit = _join(config, [])
-        follow(learner, channel, refit)
-    dist.destroy_process_group()
+        with RunLog(config) as log:
+            _run(config, lead)
 
 
-def _lead(config: Config) -> None:
-    with RunLog(config) as log:
+def run_probe(config: Config) -> int:
+    """Compares the engine's log-probs with the learner's, prints a table, and writes probe.json into run_dir.
+
+    Returns:
+        On rank 0, how many tokens and operators differ; 0 on the other ranks.
+    """
+    rows: list[probe.Row] = []
+    documents: list[list[int]] = []
+
+    def lead(ranks: Ranks, engine: RolloutEngine) -> None:
+        loop.hand_over(ranks, engine, 0)
+        tokens, longest = config.probe.tokens, config.rollout.max_response_tokens
+        rows.extend(probe.grid(engine, ranks, config.eval.prompts, tokens, longest, version=0))
+        documents.extend(r.tokens.tolist() for r in engine.evaluate(greedy=True)[: probe.TRACED])
+
+    _run(config, lead)
+    if _rank() > 0:
+        return 0
+    directory = Path(config.run_dir)
+    layers = trace.compare_layers(config, documents, directory / "trace")
+    result = probe.report(rows) | {"kernels": config.kernels, "dtype": config.model.dtype, "layers": asdict(layers)}
+    (directory / "probe.json").write_text(json.dumps(result, indent=2) + "\n")
+    console = Console(soft_wrap=True)
+    console.print(_table(config, rows, result))
+    console.print(
+        f"operators compared one by one {layers.operators}, differing {len(layers.differing)}"
+        + (f", the first: {layers.first}" if layers.first else "")
+        + f"\nrouter choices that differ {layers.router_choices} of {layers.routed}",
+        highlight=False,
+    )
+    return result["differing"] + len(layers.differing)
+
+
+def _run(config: Config, lead: Callable[[Ranks, RolloutEngine], None]) -> None:
+    """Brings up learner and, on rank 0, servers; runs ``lead`` there while the other ranks follow."""
+    end_with(os.getppid())
+    if _rank() > 0:
+        follow(*_join(config, []))
+    else:
         engine = RolloutEngine(config)
         try:
             engine.wait_ready()
-            learner, channel, refit = _join(config, [(s.name, s.url, s.workers) for s in engine.servers])
-            ranks = Ranks(learner, channel, refit)
-            loop.train(config, ranks, engine, log)
+            ranks = Ranks(*_join(config, [(s.name, s.url, s.workers) for s in engine.servers]))
+            lead(ranks, engine)
             ranks.stop()
         finally:
             engine.close()
+    dist.destroy_process_group()
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
 
 
 def _join(config: Config, servers: list[tuple[str, str, int]]) -> tuple[Learner, Channel, Refit]:
     """Collective: the learner, and the way from its ranks to the servers, which rank 0 knows."""
-    device, store = initialise_distributed(config.learner)
+    device, store = initialise_distributed(config)
     learner = Learner(config, device)
     weights = learner.weights
     refit = Refit(
@@ -63,3 +113,13 @@ def _join(config: Config, servers: list[tuple[str, str, int]]) -> tuple[Learner,
         config.refit.deadline_s,
     )
     return learner, Channel(store), refit
+
+
+def _table(config: Config, rows: list[probe.Row], result: dict) -> Table:
+    title = f"kernels = {config.kernels}, {config.model.dtype}: learner against engine at equal weights"
+    table = Table("sampled", "scored", "tokens", "differing", "largest difference", title=title)
+    for row in rows:
+        table.add_row(row.sampled, row.scored, f"{row.tokens}", f"{row.differing}", f"{row.largest:.2e}")
+    table.add_section()
+    table.add_row("all", "", f"{result['tokens']}", f"{result['differing']}", f"{result['largest']:.2e}")
+    return table

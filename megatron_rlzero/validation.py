@@ -39,6 +39,7 @@ AT_LEAST_1 = (
     "loop.samples_per_prompt",
     "eval.prompts",
     "environment.size",
+    "probe.tokens",
 )
 AT_LEAST_0 = (
     "seed",
@@ -53,6 +54,7 @@ AT_LEAST_0 = (
     "rollout.max_retries",
     "loop.max_lag",
     "eval.every",
+    "probe.every",
 )
 ABOVE_0 = (
     "learner.timeout_s",
@@ -74,6 +76,7 @@ CHOICES = {
     "learner.optimizer.lr_decay_style": ("constant", "cosine"),
     "loop.advantage": tuple(ADVANTAGES),
     "environment.kind": KINDS,
+    "probe.on_mismatch": ("stop", "log"),
 }
 
 

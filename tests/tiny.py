@@ -1,5 +1,6 @@
 """Small real checkpoints and batches for the tests."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,30 +9,39 @@ import torch
 from megatron_rlzero.config import Config
 from megatron_rlzero.rollout import Rollout
 
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "dtype": "float32",
+}
 
-def make_qwen3_moe(directory: Path, **settings: object) -> Path:
+
+def make_qwen3_moe(directory: Path, seed: int = 0, **settings: object) -> Path:
     """A random Qwen3-MoE as transformers writes it: 2 layers, hidden 64, 4 experts top-2, vocabulary 100."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = dict(
-        vocab_size=100,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-        dtype="float32",
-    )
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(config | settings)))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    return _save(directory, seed, lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**(SIZES | experts | settings))))
+
+
+def make_qwen3(directory: Path, seed: int = 0, **settings: object) -> Path:
+    """A random dense Qwen3 of the same sizes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return _save(directory, seed, lambda: Qwen3ForCausalLM(Qwen3Config(**(SIZES | settings))))
+
+
+def _save(directory: Path, seed: int, build: Callable[[], torch.nn.Module]) -> Path:
+    torch.manual_seed(seed)
+    model = build()
     for name, parameter in model.named_parameters():
         if "norm" in name:  # weights of 1 would hide a norm that is swapped or left out
             parameter.data.uniform_(0.5, 1.5)
@@ -68,6 +78,7 @@ def learner_config(model: Path, run_dir: Path, **learner: object) -> Config:
     config = Config(run_dir=str(run_dir))
     config.model.path = str(model)
     config.model.dtype = str(learner.pop("dtype", "fp32"))
+    config.kernels = str(learner.pop("kernels", "aligned"))
     config.rollout.temperature = float(learner.pop("temperature", 1.0))
     config.learner.optimizer.lr = 1e-3
     config.learner.optimizer.lr_warmup_updates = 0

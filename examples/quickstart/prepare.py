@@ -122,7 +122,7 @@ def warm_up(config: Config, directory: Path) -> None:
     config.loop.updates = STEPS
     optimizer = config.learner.optimizer
     optimizer.lr, optimizer.adam_beta2, optimizer.lr_decay_style = LEARNING_RATE, BETA2, "cosine"
-    device, store = initialise_distributed(config.learner)
+    device, store = initialise_distributed(config)
     learner, channel = Learner(config, device), Channel(store)
     if dist.get_rank() > 0:
         follow(learner, channel, None)

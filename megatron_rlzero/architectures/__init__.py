@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from megatron_rlzero.architectures.rules import Rule
 
 #: model_type in config.json -> module of this package
-REGISTRY = {"qwen3_moe": "qwen3_moe"}
+REGISTRY = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
 KNOWN = tuple(REGISTRY)
 
 
@@ -31,6 +31,10 @@ class Architecture(Protocol):
 
     def parameters(self, hf: dict[str, Any], slices: int) -> dict[str, Rule]:
         """Megatron parameter, named with global layer and expert numbers -> rule; ``slices`` pads the vocabulary."""
+        ...
+
+    def engine_parameters(self, hf: dict[str, Any]) -> dict[str, Rule]:
+        """vLLM parameter -> rule; of stacked experts each one, with its number in the whole model at the end."""
         ...
 
     def tensors(self, hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:

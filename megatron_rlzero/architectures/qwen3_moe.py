@@ -7,27 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rlzero.architectures.rules import GroupedQKV, Rule, Split, Stacked, Vocabulary
+from megatron_rlzero.architectures import qwen3_common as common
+from megatron_rlzero.architectures.rules import Rule, Split, Stacked
+from megatron_rlzero.architectures.trace import TracePoint, chosen, in_order_of
+
+rope_theta = common.rope_theta
 
 
 def unsupported(hf: dict[str, Any]) -> list[str]:
     """Settings that this family's modules do not implement, one line each."""
-    wanted = {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "hidden_act": "silu",
-    }
-    faults = [f"{k} = {hf[k]!r}: only {v!r} is supported" for k, v in wanted.items() if hf.get(k, v) not in (v, None)]
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
-        faults.append(f"rope_type = {rope['rope_type']!r}: only 'default' is supported")
-    return faults
-
-
-def rope_theta(hf: dict[str, Any]) -> float:
-    return float((hf.get("rope_parameters") or {}).get("rope_theta") or hf.get("rope_theta") or 1e6)
+    return common.unsupported(hf, {"decoder_sparse_step": 1, "mlp_only_layers": []})
 
 
 def experts(hf: dict[str, Any]) -> int:
@@ -36,24 +25,13 @@ def experts(hf: dict[str, Any]) -> int:
 
 
 def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "num_layers": 2 * hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "num_attention_heads": hf["num_attention_heads"],
-        "num_query_groups": hf["num_key_value_heads"],
-        "kv_channels": hf["head_dim"],
+    return common.transformer_config(hf) | {
         "ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "num_moe_experts": experts(hf),
         "moe_router_topk": hf["num_experts_per_tok"],
         # Megatron renormalises by taking the softmax after the choice; with pre_softmax it does not renormalise.
         "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "init_method_std": hf.get("initializer_range", 0.02),
     }
 
 
@@ -62,26 +40,11 @@ def layer_pattern(hf: dict[str, Any], stages: int) -> str:
 
 
 def parameters(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
-    hidden, dim = hf["hidden_size"], hf["head_dim"]
-    heads, groups, width = hf["num_attention_heads"], hf["num_key_value_heads"], hf["moe_intermediate_size"]
-    embedding = Vocabulary("model.embed_tokens.weight", (hf["vocab_size"], hidden), slices)
-    tied = hf.get("tie_word_embeddings", False)
-    table: dict[str, Rule] = {
-        "embedding.word_embeddings.weight": embedding,
-        "decoder.final_norm.weight": Split("model.norm.weight", (hidden,)),
-        "output_layer.weight": embedding if tied else Vocabulary("lm_head.weight", (hf["vocab_size"], hidden), slices),
-    }
+    hidden, width = hf["hidden_size"], hf["moe_intermediate_size"]
+    table = common.ends(hf, slices)
     for i in range(hf["num_hidden_layers"]):
-        h, attention, moe = f"model.layers.{i}", f"decoder.layers.{2 * i}", f"decoder.layers.{2 * i + 1}"
-        a = f"{h}.self_attn"
-        table |= {
-            f"{attention}.self_attention.linear_qkv.layer_norm_weight": Split(f"{h}.input_layernorm.weight", (hidden,)),
-            f"{attention}.self_attention.linear_qkv.weight": GroupedQKV(
-                f"{a}.q_proj.weight", f"{a}.k_proj.weight", f"{a}.v_proj.weight", heads, groups, dim, (hidden,)
-            ),
-            f"{attention}.self_attention.q_layernorm.weight": Split(f"{a}.q_norm.weight", (dim,)),
-            f"{attention}.self_attention.k_layernorm.weight": Split(f"{a}.k_norm.weight", (dim,)),
-            f"{attention}.self_attention.linear_proj.weight": Split(f"{a}.o_proj.weight", (hidden, heads * dim), 1),
+        h, moe = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
+        table |= common.attention(hf, i) | {
             f"{moe}.pre_mlp_layernorm.weight": Split(f"{h}.post_attention_layernorm.weight", (hidden,)),
             f"{moe}.mlp.router.weight": Split(f"{h}.mlp.gate.weight", (experts(hf), hidden)),
         }
@@ -96,10 +59,57 @@ def parameters(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
     return table
 
 
+def engine_parameters(hf: dict[str, Any]) -> dict[str, Rule]:
+    hidden, width = hf["hidden_size"], hf["moe_intermediate_size"]
+    table = common.engine_ends(hf)
+    for i in range(hf["num_hidden_layers"]):
+        mlp = f"model.layers.{i}.mlp"
+        table |= common.engine_attention(hf, i)
+        table[f"{mlp}.gate.weight"] = Split(f"{mlp}.gate.weight", (experts(hf), hidden))
+        for e in range(experts(hf)):
+            x, stacked = f"{mlp}.experts.{e}", f"{mlp}.experts.routed_experts"
+            table |= {
+                f"{stacked}.w13_weight.{e}": Stacked((f"{x}.gate_proj.weight", f"{x}.up_proj.weight"), (width, hidden)),
+                f"{stacked}.w2_weight.{e}": Split(f"{x}.down_proj.weight", (hidden, width), 1),
+            }
+    return table
+
+
 def tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for rule in parameters(hf, slices=1).values():
-        for piece in rule.pieces("", 0, 1):
-            known = shapes.get(piece.tensor, (0,) * len(piece.box.stop))
-            shapes[piece.tensor] = tuple(map(max, known, piece.box.stop))
-    return shapes
+    return common.tensors(parameters(hf, slices=1))
+
+
+def trace_points(hf: dict[str, Any]) -> list[TracePoint]:
+    """Every operator whose output both sides have, in the order of the forward pass."""
+    rules = parameters(hf, slices=1)
+    points = []
+    for i in range(hf["num_hidden_layers"]):
+        h, a, moe = f"model.layers.{i}", f"decoder.layers.{2 * i}.self_attention", f"decoder.layers.{2 * i + 1}"
+        projections = tuple(f"{h}.self_attn.{p}_proj.weight" for p in "qkv")
+        layer, s = f"layer {i}: ", f"{h}.self_attn"
+        points += [
+            TracePoint(
+                layer + "norm and query, key, value projection",
+                f"{a}.linear_qkv",
+                f"{s}.qkv_proj",
+                in_order_of(rules[f"{a}.linear_qkv.weight"], projections),
+            ),
+            TracePoint(layer + "query norm", f"{a}.q_layernorm", f"{s}.q_norm"),
+            TracePoint(layer + "key norm", f"{a}.k_layernorm", f"{s}.k_norm"),
+            TracePoint(layer + "rotary embedding and attention", f"{a}.core_attention", f"{s}.attn"),
+            TracePoint(layer + "output projection", f"{a}.linear_proj", f"{s}.o_proj"),
+            TracePoint(
+                layer + "residual and norm after attention",
+                f"{moe}.pre_mlp_layernorm",
+                f"{h}.post_attention_layernorm",
+            ),
+            TracePoint(
+                layer + "router choice",
+                f"{moe}.mlp.router",
+                f"{h}.mlp.gate",
+                lambda output: output[1],
+                chosen(hf["num_experts_per_tok"]),
+            ),
+            TracePoint(layer + "experts", f"{moe}.mlp", f"{h}.mlp"),
+        ]
+    return [*points, TracePoint("final norm", "decoder.final_norm", "model.norm")]

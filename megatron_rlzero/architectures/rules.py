@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 from megatron_rlzero.resharding.layout import Box, Piece
@@ -80,26 +79,45 @@ class GroupedQKV:
 
 
 @dataclass(frozen=True)
+class QKV(GroupedQKV):
+    """Query, key and value projections one under the other: [q heads of this rank, its k heads, its v heads].
+
+    Of fewer KV heads than ranks, neighbouring ranks hold the same.
+    """
+
+    def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
+        at = 0
+        for tensor, heads in ((self.query, self.heads), (self.key, self.groups), (self.value, self.groups)):
+            shards = min(size, heads)
+            rows = _divide(heads, shards, tensor) * self.head_dim
+            first = rank * shards // size * rows
+            source = _rows((0, *self.rest), 0, first, first + rows)
+            yield Piece(tensor, source, local, _rows((0, *self.rest), 0, at, at + rows))
+            at += rows
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """Rows of an embedding or output layer, padded to whole blocks on every rank; padding comes from no tensor."""
 
     tensor: str
     shape: tuple[int, ...]
     multiple: int
+    block: int = 128
 
     def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
-        step = _divide(padded_vocab_size(self.shape[0], self.multiple), size, self.tensor)
+        step = _divide(padded_vocab_size(self.shape[0], self.multiple, self.block), size, self.tensor)
         start, stop = min(rank * step, self.shape[0]), min((rank + 1) * step, self.shape[0])
         if start < stop:
             yield Piece(self.tensor, _rows(self.shape, 0, start, stop), local, _rows(self.shape, 0, 0, stop - start))
 
 
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """Rows of an embedding of ``vocab_size``: blocks of 128 ids, the same number in each of ``multiple`` slices.
+def padded_vocab_size(vocab_size: int, multiple: int, block: int = 128) -> int:
+    """Rows of an embedding of ``vocab_size``: blocks of ids, the same number in each of ``multiple`` slices.
 
     It does not depend on the tensor-parallel size, which divides the number of slices.
     """
-    return -(-vocab_size // (128 * multiple)) * 128 * multiple
+    return -(-vocab_size // (block * multiple)) * block * multiple
 
 
 def _divide(n: int, size: int, tensor: str) -> int:

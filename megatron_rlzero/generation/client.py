@@ -1,8 +1,9 @@
 """The client process: samples every prompt when its time has come, has it graded, and hands over whole updates.
 
-It talks with rank 0 over a pipe (``python -m megatron_rlzero.generation.client FD``). From rank 0, in this order:
-(Config, URLs), then ("version", v), ("evaluate", id, greedy), ("detach", url), ("close",). To rank 0: ("ready",),
-("update", u, rollouts), ("evaluation", id, rollouts), ("error", text). It imports neither torch nor vLLM.
+It talks with rank 0 over a pipe (``python -m megatron_rlzero.generation.client FD``). From rank 0: first
+(Config, URLs), then ("version", v), ("evaluate", id, greedy, prompts, samples, concurrency), ("detach", url) or
+("close",). To rank 0: ("ready",), ("update", u, rollouts), ("evaluation", id, rollouts), ("error", text). It imports
+neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -105,14 +106,14 @@ class Client:
         rollouts = await self._respond_all(f"update {update}", "train", update, work, greedy=False)
         self.outbox.put(("update", update, rollouts))
 
-    async def _evaluate(self, request: int, greedy: bool) -> None:
-        size = min(self.config.eval.prompts, len(self.environments["eval"]))
-        work = [(Prompt(EVALUATION, item), 0) for item in range(size)]
-        rollouts = await self._respond_all("evaluation", "eval", EVALUATION, work, greedy)
+    async def _evaluate(self, request: int, greedy: bool, prompts: int, samples: int, concurrency: int) -> None:
+        size = min(prompts, len(self.environments["eval"]))
+        work = [(Prompt(EVALUATION, item), sample) for item in range(size) for sample in range(samples)]
+        rollouts = await self._respond_all("evaluation", "eval", EVALUATION, work, greedy, concurrency)
         self.outbox.put(("evaluation", request, rollouts))
 
     async def _respond_all(
-        self, name: str, split: str, update: int, work: list[tuple[Prompt, int]], greedy: bool
+        self, name: str, split: str, update: int, work: list[tuple[Prompt, int]], greedy: bool, concurrency: int = 0
     ) -> list[Rollout]:
         """All responses, sorted by (item, sample).
 
@@ -120,9 +121,13 @@ class Client:
             RuntimeError: more of them failed than ``rollout.max_failed_fraction`` allows.
         """
         reasons: list[str] = []
-        rollouts = await asyncio.gather(
-            *(self._respond(split, update, prompt, sample, greedy, reasons) for prompt, sample in work)
-        )
+        turns = asyncio.Semaphore(concurrency or len(work))
+
+        async def respond(prompt: Prompt, sample: int) -> Rollout:
+            async with turns:
+                return await self._respond(split, update, prompt, sample, greedy, reasons)
+
+        rollouts = await asyncio.gather(*(respond(prompt, sample) for prompt, sample in work))
         failed = sum(rollout.finish_reason == "failed" for rollout in rollouts)
         if failed > self.config.rollout.max_failed_fraction * len(rollouts):
             raise RuntimeError(

@@ -117,8 +117,23 @@ class RolloutEngine:
 
         The noise is the same in every evaluation. Raises as ``take`` does.
         """
+        return self.finish_evaluation(self.begin_evaluation(greedy, self.config.eval.prompts, 1, 0))
+
+    def begin_evaluation(self, greedy: bool, prompts: int, samples: int, concurrency: int) -> int:
+        """Starts ``samples`` responses to each of the first ``prompts`` held-out prompts.
+
+        Args:
+            concurrency: at most so many requests at a time; 0 is no limit.
+
+        Returns:
+            What ``finish_evaluation`` waits for.
+        """
         request = next(self.requests)
-        self._send("evaluate", request, greedy)
+        self._send("evaluate", request, greedy, prompts, samples, concurrency)
+        return request
+
+    def finish_evaluation(self, request: int) -> list[Rollout]:
+        """The responses, sorted by (item, sample). Raises as ``take`` does."""
         return self._wait(("evaluation", request))
 
     def check_alive(self) -> None:

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from megatron_rlzero.architectures import read_config
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation import http
 from megatron_rlzero.generation.requests import ARGUMENT, ROUTE
@@ -132,7 +133,7 @@ def flags(config: Config, port: int) -> list[str]:
         "enable-prefix-caching": config.kernels == "aligned",
         "disable-uvicorn-access-log": True,
     }
-    if config.kernels == "aligned" and rollout.tensor_model_parallel_size > 1 and experts(config.model.path):
+    if config.kernels == "aligned" and rollout.tensor_model_parallel_size > 1 and _experts(config):
         values["enable-expert-parallel"] = True  # experts stay whole, as on the learner
     if cpu_build():
         values["enforce-eager"] = True
@@ -143,6 +144,12 @@ def flags(config: Config, port: int) -> list[str]:
             raise ValueError(f"rollout.engine_args.{name} = {value}: set by this project; remove it")
         values[flag] = value
     return [argument for flag, value in values.items() for argument in _arguments(flag, value)]
+
+
+def _experts(config: Config) -> bool:
+    """Whether the model has experts; vLLM refuses expert parallelism without."""
+    hf = read_config(config.model.path)
+    return bool(hf.get("num_experts") or hf.get("num_local_experts"))
 
 
 def _arguments(flag: str, value: Any) -> list[str]:

@@ -19,7 +19,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from megatron_rlzero.architectures import read_config
 from megatron_rlzero.generation.rendezvous import LOOPBACK, REFUSED, from_json, join
+from megatron_rlzero.invariance.vllm import Settings
 from megatron_rlzero.resharding.transport import execute
 
 
@@ -118,13 +120,17 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """vLLM's own layerwise reload, all layers in one bracket.
 
         Raises:
-            RuntimeError: some parameter of the model got no weights; the model is then unusable.
+            RuntimeError: some parameter of the model got no weights, or others than those; the model is then unusable.
         """
         if self.device.type == "cpu":
             _unpack_experts(self.model)
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights((name, tensor.to(self.device)) for name, tensor in self.staged.items())
         finalize_layerwise_reload(self.model, self.model_config)
+        if Settings.from_environment().kernels == "aligned":
+            from megatron_rlzero.invariance.vllm_checks import check_parameters  # stock servers never import it
+
+            check_parameters(self.model, read_config(self.model_config.model), self.staged.__getitem__)
         self.staged = {}
         if missing := {name for name, _ in self.model.named_parameters()} - set(loaded):
             raise RuntimeError(f"no weights for {sorted(missing)[:5]} ({len(missing)} parameters); end this server")

@@ -1,4 +1,4 @@
-"""The learner's modules: Megatron's own, with every value-producing operator taken from ``kernels``.
+"""The learner's modules: Megatron's own, with every value-producing operator taken from ``config.operators``.
 
 They go in through Megatron's extension points: a BackendSpecProvider, ModuleSpecs for HybridModel, and subclasses that
 keep the parameter names of TransformerEngine's spec, so that checkpoints of either load under the other.
@@ -15,9 +15,11 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
@@ -35,28 +37,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
-from megatron_rlzero.kernels.activation import silu_and_mul
-from megatron_rlzero.kernels.attention import attention
-from megatron_rlzero.kernels.experts import combine, grouped_linear
-from megatron_rlzero.kernels.linear import column_parallel, row_parallel
-from megatron_rlzero.kernels.log_prob import log_prob
-from megatron_rlzero.kernels.norm import rms_norm
 from megatron_rlzero.kernels.rotary import apply_rotary, rotary_table
-from megatron_rlzero.kernels.router import gate, top_k
 
 
-def _replicated(weight: Parameter) -> Parameter:
-    """Marks a weight that every tensor-parallel rank holds and for which each computes the whole gradient.
+def _replicated(config: TransformerConfig, weight: Parameter) -> Parameter:
+    """Marks a weight that every tensor-parallel rank holds.
 
-    Megatron then averages the ranks' gradients, which are equal: that changes no bit for a power of two of ranks.
+    Where each rank computes the whole gradient, Megatron averages equal ones: for a power of two of ranks that changes
+    no bit. Otherwise it adds up the ranks' parts.
     """
-    weight.sequence_parallel = False
-    weight.average_gradients_across_tp_domain = True
+    whole = config.operators.whole_gradients
+    weight.sequence_parallel = config.sequence_parallel and not whole
+    weight.average_gradients_across_tp_domain = whole
     return weight
 
 
 def _ones(config: TransformerConfig, size: int) -> Parameter:
-    return _replicated(Parameter(torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())))
+    weight = torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
+    return _replicated(config, Parameter(weight))
 
 
 def _row_group(config: TransformerConfig) -> ProcessGroup | None:
@@ -69,11 +67,11 @@ class Norm(Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
-        self.eps, self.rows = eps, _row_group(config)
+        self.eps, self.rows, self.rms_norm = eps, _row_group(config), config.operators.rms_norm
         self.weight = _ones(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, rows=self.rows)
+        return self.rms_norm(x, self.weight, self.eps, rows=self.rows)
 
 
 class HeadNorm(Module):
@@ -81,19 +79,26 @@ class HeadNorm(Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
-        self.eps, self.heads = eps, parallel_state.get_tensor_model_parallel_group()
+        self.eps, self.rms_norm = eps, config.operators.rms_norm
+        self.heads = parallel_state.get_tensor_model_parallel_group()
         self.weight = _ones(config, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, heads=self.heads)
+        return self.rms_norm(x, self.weight, self.eps, heads=self.heads)
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Column-parallel linear: parameters and options are Megatron's, product and communication ours."""
+    """Column-parallel linear: parameters and options are Megatron's, product and communication ours.
+
+    ``stacked``: how many matrices lie one under the other in a rank's weight.
+    """
+
+    stacked = 1
 
     def _forward_impl(self, input, weight, *, bias, **_):
-        y = column_parallel(
-            input.flatten(0, -2), weight, self.config.reduction_slices, self.tp_group, self.sequence_parallel
+        slices, group = self.config.reduction_slices, self.tp_group
+        y = self.config.operators.column_parallel(
+            input.flatten(0, -2), weight, slices, group, self.sequence_parallel, self.stacked
         ).reshape(-1, *input.shape[1:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -107,7 +112,8 @@ class NormColumnLinear(ColumnLinear):
         self.layer_norm_weight = _ones(config, input_size)
 
     def forward(self, input_, *args, **kwargs):
-        normed = rms_norm(input_, self.layer_norm_weight, self.config.layernorm_epsilon, rows=self.rows)
+        rms_norm, eps = self.config.operators.rms_norm, self.config.layernorm_epsilon
+        normed = rms_norm(input_, self.layer_norm_weight, eps, rows=self.rows)
         return super().forward(normed, *args, **kwargs)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -115,11 +121,17 @@ class NormColumnLinear(ColumnLinear):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets)
 
 
+class NormGatedLinear(NormColumnLinear):
+    """Norm, then the gate and up projections of a gated MLP."""
+
+    stacked = 2
+
+
 class RowLinear(RowParallelLinear):
     """Row-parallel linear: parameters and options are Megatron's, product and reduction ours."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        y = row_parallel(
+        y = self.config.operators.row_parallel(
             input_.flatten(0, -2), self.weight, self.config.reduction_slices, self.tp_group, self.sequence_parallel
         ).reshape(-1, *input_.shape[1:-1], self.weight.shape[0])
         if self.bias is not None and not self.skip_bias_add:
@@ -160,6 +172,7 @@ class CoreAttention(MegatronModule):
             length = 1 << max(int(packed_seq_params.max_seqlen_q) - 1, 1).bit_length()
             table = _rotary(length, query.shape[-1], self.rope_theta, query.device)
             query, key = (apply_rotary(x, table, positions) for x in (query, key))
+        attention = self.config.operators.attention
         return attention(query, key, value, lengths.tolist(), self.scale).flatten(1)
 
 
@@ -168,10 +181,11 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(config, **kwargs)
-        _replicated(self.weight)
+        _replicated(config, self.weight)
 
     def gating(self, input: Tensor) -> Tensor:
-        return gate(input.flatten(0, -2), self.weight, _row_group(self.config)).reshape(*input.shape[:-1], -1)
+        logits = self.config.operators.gate(input.flatten(0, -2), self.weight, _row_group(self.config))
+        return logits.reshape(*input.shape[:-1], -1)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities fp32 [tokens, E], zero where not chosen, and bool [tokens, E]."""
@@ -179,7 +193,7 @@ class Router(TopKRouter):
         logits = logits.flatten(0, 1)
         padding = padding_mask.reshape(-1) if padding_mask is not None else None
         logits = self.apply_z_loss(logits, padding_mask=padding)
-        probabilities, experts = top_k(
+        probabilities, experts = self.config.operators.top_k(
             logits,
             self.topk,
             renormalise=not self.config.moe_router_pre_softmax,
@@ -204,7 +218,7 @@ class GroupedLinear(Module):
 
     def __init__(self, experts: int, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__()
-        self.experts = experts
+        self.experts, self.product = experts, config.operators.grouped_linear
         for k in range(experts):
             shape = (output_size, input_size)
             weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
@@ -213,7 +227,7 @@ class GroupedLinear(Module):
             setattr(self, f"weight{k}", weight)
 
     def forward(self, x: Tensor, rows: list[int]) -> Tensor:
-        return grouped_linear(x, [getattr(self, f"weight{k}") for k in range(self.experts)], rows)
+        return self.product(x, [getattr(self, f"weight{k}") for k in range(self.experts)], rows)
 
 
 class GroupedExperts(MegatronModule):
@@ -227,7 +241,14 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         rows = tokens_per_expert.tolist()
-        return self.linear_fc2(silu_and_mul(self.linear_fc1(x, rows)), rows), None
+        return self.linear_fc2(self.config.operators.silu_and_mul(self.linear_fc1(x, rows)), rows), None
+
+
+class GatedMLP(MLP):
+    """Megatron's dense MLP with our SwiGLU."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: None = None, **_: object) -> tuple[Tensor, Tensor | None]:
+        return self.linear_fc2(self.config.operators.silu_and_mul(self.linear_fc1(hidden_states)[0]))
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
@@ -241,7 +262,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         tokens = self.routing_map.shape[0]
         slots = row[self.routing_map].view(tokens, self.config.moe_router_topk)
         probabilities = self.probs[self.routing_map].view(slots.shape)
-        return combine(outputs[slots], probabilities).view(self.hidden_shape)
+        return self.config.operators.combine(outputs[slots], probabilities).view(self.hidden_shape)
 
 
 class MoE(MoELayer):
@@ -263,7 +284,7 @@ class LogProbOutput(ColumnLinear):
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         """hidden [tokens (/ tp), 1, H] -> fp32 [tokens, 1, 2]: log-probability, entropy."""
-        pair = log_prob(
+        pair = self.config.operators.log_prob(
             input_[:, 0],
             self.weight if weight is None else weight,
             self.targets,
@@ -346,7 +367,7 @@ class InvariantSpecProvider(BackendSpecProvider):
 
 
 def hybrid_stack_spec(rope_theta: float | None, backend: BackendSpecProvider | None = None) -> ModuleSpec:
-    """Spec for HybridModel with attention (``*``) and mixture-of-experts (``E``) layers.
+    """Spec for HybridModel with attention (``*``), MLP (``-``) and mixture-of-experts (``E``) layers.
 
     Args:
         rope_theta: base of the rotary embedding, or None for attention without positions.
@@ -378,6 +399,17 @@ def hybrid_stack_spec(rope_theta: float | None, backend: BackendSpecProvider | N
             mlp_bda=get_bias_dropout_add,
         ),
     )
+    mlp_layer = ModuleSpec(
+        module=MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            mlp=partial(
+                GatedMLP.as_mlp_submodule,
+                submodules=MLPSubmodules(linear_fc1=NormGatedLinear, linear_fc2=backend.row_parallel_linear()),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
     return ModuleSpec(
-        module=Stack, submodules=HybridStackSubmodules(attention_layer=attention_layer, moe_layer=moe_layer)
+        module=Stack,
+        submodules=HybridStackSubmodules(attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer),
     )

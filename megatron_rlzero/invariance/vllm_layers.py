@@ -6,6 +6,8 @@ They go in through vLLM's out-of-tree registries, so that its model classes, wei
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,12 +28,14 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.sampler import Sampler
 
+from megatron_rlzero.invariance import vllm_checks
+from megatron_rlzero.invariance.vllm_checks import Counted, check_used
+from megatron_rlzero.kernels import libraries
 from megatron_rlzero.kernels.activation import silu_and_mul
-from megatron_rlzero.kernels.attention import paged_attention, write_cache
 from megatron_rlzero.kernels.experts import combine, grouped_linear
 from megatron_rlzero.kernels.linear import linear
 from megatron_rlzero.kernels.log_prob import log_softmax
@@ -40,28 +44,16 @@ from megatron_rlzero.kernels.reduction import sliced_product, tree
 from megatron_rlzero.kernels.rotary import apply_rotary, rotary_table
 from megatron_rlzero.kernels.router import gate, top_k
 
+ATTENTION = "megatron_rlzero.invariance.vllm_attention.InvariantAttentionBackend"
 #: set by ``install``: slices of every sum that tensor parallelism splits, and the temperature
 _slices = 4
 _temperature = 1.0
-#: layers of ours that have been built and have not run yet, by kind and number; see ``check_complete``
-_unused: dict[int, str] = {}
-
-
-class _Counted:
-    """Remembers that it was built until it has run once: a hook that vLLM passes by runs stock code in silence."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _unused[id(self)] = type(self).__name__
-
-    def used(self) -> None:
-        _unused.pop(id(self), None)
 
 
 def _linear_of(base: type[LinearBase]) -> type[LinearBase]:
     """A linear layer of vLLM that is not reduced over ranks, computing with our operator."""
 
-    class Ours(_Counted, base):
+    class Ours(Counted, base):
         _cpu_skip_gemm_dispatch = True  # else the CPU kernel packs the weight away
 
         def forward(self, input_: Tensor) -> Any:
@@ -73,7 +65,7 @@ def _linear_of(base: type[LinearBase]) -> type[LinearBase]:
     return Ours
 
 
-class InvariantRowParallelLinear(_Counted, RowParallelLinear):
+class InvariantRowParallelLinear(Counted, RowParallelLinear):
     """Row-parallel linear; the sum over K has the order of kernels/reduction under every tensor-parallel size."""
 
     _cpu_skip_gemm_dispatch = True
@@ -90,7 +82,7 @@ class InvariantRowParallelLinear(_Counted, RowParallelLinear):
         return (y, self.bias if self.skip_bias_add else None) if self.return_bias else y
 
 
-class InvariantGateLinear(_Counted, GateLinear):
+class InvariantGateLinear(Counted, GateLinear):
     """The router's gate: fp32 logits."""
 
     _cpu_skip_gemm_dispatch = True
@@ -100,7 +92,7 @@ class InvariantGateLinear(_Counted, GateLinear):
         return gate(x, self.weight), None
 
 
-class InvariantRMSNorm(_Counted, RMSNorm):
+class InvariantRMSNorm(Counted, RMSNorm):
     """Adds the residual first, rounded to the model's dtype, then the norm."""
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -113,20 +105,19 @@ class InvariantRMSNorm(_Counted, RMSNorm):
     forward_cpu = forward_native
 
 
-class InvariantRotaryEmbedding(_Counted, RotaryEmbedding):
+class InvariantRotaryEmbedding(Counted, RotaryEmbedding):
     """The rotary table comes from float64 and stays fp32."""
 
-    def _compute_cos_sin_cache(self) -> Tensor:
-        if not self.is_neox_style or self.rotary_dim != self.head_size:
+    def __init__(self, head_size: int, rotary_dim: int, length: int, base: float, neox: bool, dtype: Any) -> None:
+        if not neox or rotary_dim != head_size:
             raise ValueError("kernels = aligned: the rotary embedding has to rotate the halves of whole heads")
+        super().__init__(head_size, rotary_dim, length, base, neox, torch.float32)
+
+    def _compute_cos_sin_cache(self) -> Tensor:
         return rotary_table(self.max_position_embeddings, self.rotary_dim, self.base)
 
-    def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         self.used()
-        if self.cos_sin_cache.dtype != torch.float32:  # vLLM casts buffers to the model's dtype
-            self.cos_sin_cache = self._compute_cos_sin_cache().to(query.device)
         return tuple(
             apply_rotary(x.unflatten(-1, (-1, self.head_size)), self.cos_sin_cache, positions).flatten(-2)
             for x in (query, key)
@@ -135,7 +126,7 @@ class InvariantRotaryEmbedding(_Counted, RotaryEmbedding):
     forward_cpu = forward_native
 
 
-class InvariantSiluAndMul(_Counted, SiluAndMul):
+class InvariantSiluAndMul(Counted, SiluAndMul):
     """SwiGLU's activation."""
 
     def forward_native(self, x: Tensor) -> Tensor:
@@ -149,13 +140,14 @@ class _AlreadyReduced:
     """In the place of vLLM's expert kernel: tells the runner that the output needs no all-reduce."""
 
     is_monolithic = True
+    fused_experts = SimpleNamespace(consumes_expert_mask=False)
 
     @staticmethod
     def output_is_reduced() -> bool:
         return True
 
 
-class InvariantMoEMethod(_Counted, UnquantizedFusedMoEMethod):
+class InvariantMoEMethod(Counted, UnquantizedFusedMoEMethod):
     """SwiGLU experts; each token's outputs are combined in ascending expert id, whoever computed them."""
 
     is_monolithic = True
@@ -192,7 +184,7 @@ class _LMHeadMethod(UnquantizedEmbeddingMethod):
         return linear(x, layer.weight, bias)
 
 
-class InvariantLMHead(_Counted, ParallelLMHead):
+class InvariantLMHead(Counted, ParallelLMHead):
     """The output layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -200,62 +192,22 @@ class InvariantLMHead(_Counted, ParallelLMHead):
         self.quant_method = _LMHeadMethod()
 
 
-class InvariantAttentionImpl(_Counted, CPUAttentionBackendImpl):
-    """Paged attention, in vLLM's cache with a layout of its own inside the blocks: keys, then values."""
-
-    def do_kv_cache_update(
-        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        write_cache(key, value, *_halves(kv_cache), slot_mapping.long())
-
-    def forward(
-        self,
-        layer: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        if attn_metadata is None:  # vLLM measures memory
-            return output
-        self.used()
-        n = attn_metadata.num_actual_tokens
-        if not hasattr(attn_metadata, "plan"):  # the same for every layer of a step
-            lengths = attn_metadata.seq_lens.tolist()
-            attn_metadata.plan = (attn_metadata.query_start_loc.diff().tolist()[: len(lengths)], lengths)
-        result = paged_attention(
-            query[:n], *_halves(kv_cache), attn_metadata.block_table, *attn_metadata.plan, self.scale
-        )
-        output[:n] = result.view(output[:n].shape)
-        return output
-
-
-class InvariantAttentionBackend(CPUAttentionBackend):
-    """vLLM's CPU backend with our implementation."""
-
-    @staticmethod
-    def get_impl_cls() -> type[InvariantAttentionImpl]:
-        return InvariantAttentionImpl
-
-
-def _halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, kv_heads, block size, 2 dim] -> keys and values, [blocks, kv_heads, block size, dim] each."""
-    blocks, heads, size, width = kv_cache.shape
-    return kv_cache.view(blocks, heads, 2, size, width // 2).unbind(2)
-
-
 def _compute_logprobs(logits: Tensor) -> Tensor:
-    check_complete()
+    check_used()
     return log_softmax(logits, _temperature)
 
 
 def install(slices: int, temperature: float) -> None:
-    """Registers everything; vLLM then builds our classes where a model names its own."""
+    """Registers everything; vLLM then builds our classes where a model names its own.
+
+    Args:
+        slices: ``reduction_slices`` of the configuration.
+        temperature: divides the logits.
+    """
     global _slices, _temperature
+    if not current_platform.is_cpu():
+        raise RuntimeError("kernels = aligned: the engine's operators are for CPUs so far; set kernels = stock")
+    os.environ.update(libraries.settings())
     _slices, _temperature = slices, temperature
     for base in (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear):
         PluggableLayer.register_oot(_linear_of(base), name=base.__name__)
@@ -269,15 +221,6 @@ def install(slices: int, temperature: float) -> None:
         (InvariantMoEMethod, "UnquantizedFusedMoEMethod"),
     ):
         CustomOp.register_oot(ours, name=name)
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.InvariantAttentionBackend")
+    register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION)
     Sampler.compute_logprobs = staticmethod(_compute_logprobs)
-
-
-def check_complete() -> None:
-    """After a forward pass: every layer of ours that was built has run.
-
-    Raises:
-        RuntimeError: names the kinds that have not, since vLLM then ran something else in their place.
-    """
-    if _unused:
-        raise RuntimeError(f"kernels = aligned: built but passed by: {', '.join(sorted(set(_unused.values())))}")
+    vllm_checks.install()

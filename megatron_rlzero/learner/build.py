@@ -24,6 +24,7 @@ from megatron_rlzero.config import Config
 from megatron_rlzero.config import Learner as LearnerConfig
 from megatron_rlzero.config import Optimizer as OptimizerSettings
 from megatron_rlzero.invariance.megatron import PolicyModel, hybrid_stack_spec
+from megatron_rlzero.invariance.operators import OPERATORS
 from megatron_rlzero.kernels import libraries
 from megatron_rlzero.learner import cpu
 
@@ -47,7 +48,7 @@ class Parts:
     device: torch.device
 
 
-def initialise_distributed(config: LearnerConfig) -> tuple[torch.device, dist.Store]:
+def initialise_distributed(config: Config) -> tuple[torch.device, dist.Store]:
     """Joins the process group that the launcher's environment names, and makes Megatron's groups.
 
     gloo on CPUs; with GPUs NCCL for them and gloo for host tensors. Returns the rank's device and the rendezvous store.
@@ -56,14 +57,15 @@ def initialise_distributed(config: LearnerConfig) -> tuple[torch.device, dist.St
     if gpu:
         torch.cuda.set_device(dist.get_node_local_rank(0))
     else:
-        os.environ.update(libraries.settings())
-        torch.set_num_threads(config.threads_per_rank)
+        if config.kernels == "aligned":
+            os.environ.update(libraries.settings())
+        torch.set_num_threads(config.learner.threads_per_rank)
         cpu.activate()
-    timeout = timedelta(seconds=config.timeout_s)
+    timeout = timedelta(seconds=config.learner.timeout_s)
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    make_parallel_groups(config)
+    make_parallel_groups(config.learner)
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), store
 
 
@@ -89,6 +91,7 @@ def build(config: Config, family: Architecture, hf: dict[str, Any], device: torc
     with cpu.device_mode():
         transformer = transformer_config(config, family.transformer_config(hf))
         transformer.reduction_slices = config.reduction_slices
+        transformer.operators = OPERATORS[config.kernels]
         groups = ProcessGroupCollection.use_mpu_process_groups()
         policy = PolicyModel(
             config=transformer,

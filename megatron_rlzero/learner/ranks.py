@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rlzero.learner.batch import Batch
 from megatron_rlzero.learner.channel import Channel, Command
 from megatron_rlzero.learner.learner import Learner, Step
+from megatron_rlzero.rollout import Rollout
 
 if TYPE_CHECKING:
     from megatron_rlzero.generation.refit import Refit, RefitStats
@@ -36,6 +39,11 @@ class Ranks:
         """See Learner.score."""
         self._channel.send(Command("score", {}, batch.to_bytes()))
         return self._learner.score(batch)
+
+    def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
+        """Log-probability of every token, fp32, one array per response."""
+        log_pi = self.score(Batch.of(rollouts))[0].numpy()
+        return np.split(log_pi, np.cumsum([len(r.tokens) for r in rollouts])[:-1])
 
     def push(self, version: int) -> RefitStats:
         """Hands the present weights to every server as ``version``."""

@@ -48,7 +48,7 @@ def run(case: dict, model: Path, out: Path, device: torch.device) -> None:
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     model, out = Path(plan["model"]), Path(plan["out"])
-    device, _ = initialise_distributed(learner_config(model, out).learner)
+    device, _ = initialise_distributed(learner_config(model, out))
     for case in plan["cases"]:
         parallel_state.destroy_model_parallel()
         sizes = {k: v for k, v in case.items() if k.endswith("parallel_size")}

@@ -91,6 +91,18 @@ class World:
         self.calls.append(("log evaluation", version))
         self.evaluations[version] = metrics
 
+    # ranks and engine, for the probe
+    def score_rollouts(self, rollouts):
+        self.calls.append(("score", self.weights))
+        return [np.where(r.action_mask, -1.5 + self.mismatch, 0).astype(np.float32) for r in rollouts]
+
+    def begin_evaluation(self, greedy, prompts, samples, concurrency):
+        self.calls.append(("probe", self.version, prompts))
+        return prompts
+
+    def finish_evaluation(self, request):
+        return [rollout(-1, i, version=self.version) for i in range(request)]
+
     def run(self, **settings):
         loop.train(config(**settings), self, self, self)
         return self
@@ -102,6 +114,7 @@ class World:
 def config(**settings):
     made = Config(run_dir="/nowhere/run")
     made.loop.updates, made.loop.prompts_per_update = 3, 4
+    made.probe.every, made.probe.on_mismatch = 0, "log"
     for key, value in settings.items():
         section, name = key.split("_", 1)
         setattr(getattr(made, section), name, value)
@@ -275,3 +288,22 @@ def test_what_is_logged_is_what_the_summary_reads(tmp_path):
     held_out = [line for line in lines if "eval/sampled" in line]
     assert [line["update"] for line in held_out] == [0, 2, 3]
     table([line for line in lines if "reward/mean" in line], held_out)
+
+
+def test_the_probe_compares_a_fixed_batch_at_the_start_and_every_so_many_versions():
+    world = World().run(loop_updates=6, probe_every=3, rollout_max_prompt_tokens=100, rollout_max_response_tokens=156)
+    assert world.of("probe") == [("probe", v, 8) for v in (0, 3, 6)]  # 8 x 256 tokens are 2048
+    assert World().run(loop_updates=2).of("probe") == []
+
+
+def test_a_mismatch_at_equal_weights_stops_the_run_or_is_logged():
+    with pytest.raises(RuntimeError, match=r"75 of 75 tokens differ .* by up to 0.25; first: response"):
+        World(mismatch=0.25).run(probe_every=1, probe_on_mismatch="stop")
+    assert World(mismatch=0.25).run(probe_every=1).of("step") == [("step", v) for v in range(3)]
+    World().run(probe_every=1, probe_on_mismatch="log")
+
+
+def test_tokens_of_the_present_version_are_compared_in_every_update():
+    # The fake learner gives -1.25 in a step where the engine said -1.5, at equal weights.
+    with pytest.raises(RuntimeError, match=r"12 of 12 tokens differ"):
+        World().run(probe_on_mismatch="stop")

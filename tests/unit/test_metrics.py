@@ -82,6 +82,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
 def test_saved_configuration_reads_back_as_it_was(tmp_path):
     made = config(tmp_path)
     made.environment.parameters = {"min_word_len": 4}
+    made.learner.expert_model_parallel_size = 1  # what reading makes of the default
     made.learner.optimizer.lr = 3e-4
     with RunLog(made, quiet()) as log:
         pass

@@ -71,7 +71,7 @@ def test_each_missing_part_of_the_model_directory_is_named(empty, good, tmp_path
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model_type": "gpt2"}, ["model_type = gpt2, an unknown family; known are qwen3_moe"]),
+        ({"model_type": "gpt2"}, ["model_type = gpt2, an unknown family; known are qwen3, qwen3_moe"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers = None"]),
         ({"attention_bias": True}, ["attention_bias = True"]),
         ({}, []),
