@@ -57,10 +57,17 @@ FULL = {
         "tp2_pp2": TP2 | PP2 | UNEVEN | SHARDED,
         "dp2_pp2_ep2": PP2 | EP2 | UNEVEN | SHARDED | {"recompute": "full"},
     },
+    # every combination, each with the data-parallel size that fills eight ranks
     8: {
-        "exact_tp4_ep4_pp2": TP4 | EP4 | PP2 | UNEVEN | SHARDED,
-        "dp2_tp2_ep4_pp2": TP2 | EP4 | PP2 | UNEVEN | SHARDED,
-        "dp2_tp2_ep2_pp2": TP2 | EP2 | PP2 | UNEVEN | {"recompute": "full"},
+        f"tp{tp}_ep{ep}_pp{pp}": {
+            "tensor_model_parallel_size": tp,
+            "expert_model_parallel_size": ep,
+            "pipeline_model_parallel_size": pp,
+        }
+        | UNEVEN
+        for tp in (1, 2, 4)
+        for ep in (1, 2, 4)
+        for pp in (1, 2)
     },
 }
 
@@ -187,16 +194,23 @@ def assert_exact(one: Path, out: Path, name: str) -> None:
 
 
 def assert_agrees(one: Path, out: Path, name: str) -> None:
+    """The same log-probs and entropies to the bit, and the same step up to rounding.
+
+    Stock kernels agree up to rounding in everything. Experts that several ranks share, and data parallelism, add the
+    gradients of other groups of tokens than one rank does.
+    """
+    stock = "stock" in name
     for mine, theirs in zip(steps(out, name), steps(one, "one"), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-    log_pi = {k: results(o, n, k)[""] for k in ("log_pi", "entropy") for o, n in [(out, name)]}
-    reference = {k: results(one, "one", k)[""] for k in ("log_pi", "entropy")}
-    assert largest_error(log_pi, reference) < 1e-5
+    mine, theirs = load_file(out / f"{name}.safetensors"), load_file(one / "one.safetensors")
+    for scored in ("log_pi", "entropy"):
+        assert torch.equal(mine[scored], theirs[scored]) == (not stock)
+        assert float((mine[scored] - theirs[scored]).abs().max()) < 1e-5
     assert largest_error(results(out, name, "weight."), results(one, "one", "weight.")) < 1e-5
     assert largest_error(results(out, name, "weight."), results(one, "likelihood", "weight.")) > 1e-4
     if gradients := results(out, name, "grad."):
-        assert largest_error(gradients, results(one, "one", "grad.")) < 1e-5
+        assert largest_error(gradients, results(one, "one", "grad.")) < (1e-5 if stock else 1e-6)
 
 
 @pytest.mark.parametrize("name", ["one", "tp2_ep2", "pp2"])

@@ -28,10 +28,6 @@ def controls(model: str) -> dict[str, str]:
 
     run = {"prompts": [[1, 2, 3], [4]], "new_tokens": 2}
     found = {}
-    removed = op_registry_oot.pop("RMSNorm")
-    found["a layer is not replaced"] = error_of(build, model, "fp32")
-    op_registry_oot["RMSNorm"] = removed
-
     llm = build(model, "fp32")
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     loaded, tensors, hf = worker.model_runner.model, load_file(Path(model) / "model.safetensors"), read_config(model)
@@ -62,4 +58,7 @@ def controls(model: str) -> dict[str, str]:
     llm = build(model, "fp32")
     found["a layer is passed by"] = error_of(generate, llm, run, [0, 1])
     ours.forward = kept_forward
+
+    del op_registry_oot["RMSNorm"]  # nothing runs after this
+    found["a layer is not replaced"] = error_of(build, model, "fp32")
     return found

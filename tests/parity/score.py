@@ -36,9 +36,10 @@ def batch_of(results: Results) -> tuple[Batch, torch.Tensor]:
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
     out = Path(plan["out"])
-    device, _ = initialise_distributed(learner_config(out, out))
+    device, _ = initialise_distributed(learner_config(out, out, expert_model_parallel_size=1))
     for case in plan["cases"]:
         settings = {k: v for k, v in case.items() if k not in ("name", "results", "model", "reduction_slices")}
+        settings.setdefault("expert_model_parallel_size", 1)
         config = learner_config(Path(case["model"]), out, world_size=dist.get_world_size(), **settings)
         config.reduction_slices = case.get("reduction_slices", 4)
         parallel_state.destroy_model_parallel()

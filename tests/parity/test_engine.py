@@ -45,7 +45,8 @@ def plant_ties(directory: Path) -> Path:
     tensors = load_file(file)
     for name, tensor in tensors.items():
         if name.endswith("mlp.gate.weight"):
-            tensor[[1, 6]], tensor[[2, 4, 7]], tensor[[3, 5]] = tensor[0], -tensor[0], 0.0
+            one = tensor[0].clone()
+            tensor[[1, 6]], tensor[[2, 4, 7]], tensor[[3, 5]] = one, -one, torch.zeros_like(one)
     tensors["lm_head.weight"][10:20] = tensors["lm_head.weight"][10]
     save_file(tensors, file, metadata={"format": "pt"})
     return directory
@@ -247,7 +248,7 @@ def test_learner_layouts(models, aligned, learner, tmp_path):
 def test_broken_hooks_are_named(aligned, aligned_out):
     found = json.loads((aligned_out / "controls.json").read_text())
     assert "model.layers.0.input_layernorm (RMSNorm)" in found.pop("a layer is not replaced")
-    assert "InvariantAttentionImpl" in found.pop("a layer is passed by")
+    assert found.pop("a layer is passed by").endswith("2 layers were built and passed by: InvariantAttentionImpl")
     assert "k_norm.weight differs" in found.pop("a refit goes wrong")
     assert found.pop("nothing") == found.pop("a refit goes right") == ""
     assert len(found) == 2

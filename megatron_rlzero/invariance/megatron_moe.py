@@ -1,0 +1,107 @@
+"""The learner's mixture of experts: Megatron's layer and dispatcher, our router, experts and order of combination."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_rlzero.invariance.megatron_layers import replicated, row_group
+
+
+class Router(TopKRouter):
+    """Megatron's top-k router with our gate and choice; auxiliary losses stay Megatron's, off unless configured."""
+
+    def __init__(self, config: TransformerConfig, **kwargs: object) -> None:
+        super().__init__(config, **kwargs)
+        replicated(config, self.weight)
+
+    def gating(self, input: Tensor) -> Tensor:
+        logits = self.config.operators.gate(input.flatten(0, -2), self.weight, row_group(self.config))
+        return logits.reshape(*input.shape[:-1], -1)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Probabilities fp32 [tokens, E], zero where not chosen, and bool [tokens, E]."""
+        sequence, batch = logits.shape[:2]
+        logits = logits.flatten(0, 1)
+        padding = padding_mask.reshape(-1) if padding_mask is not None else None
+        logits = self.apply_z_loss(logits, padding_mask=padding)
+        probabilities, experts = self.config.operators.top_k(
+            logits,
+            self.topk,
+            renormalise=not self.config.moe_router_pre_softmax,
+            scaling=self.config.moe_router_topk_scaling_factor or 1.0,
+        )
+        probs = torch.zeros_like(logits).scatter(1, experts, probabilities)
+        routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            chosen, scores = compute_routing_scores_for_aux_loss(
+                logits, self.topk, self.score_function, padding_mask=padding
+            )
+            masked = padding is not None
+            probs = self._apply_aux_loss(probs, scores, chosen, with_padding_mask=masked)
+            probs = self._apply_seq_aux_loss(probs, scores, chosen, sequence, batch, with_padding_mask=masked)
+            probs = self._apply_global_aux_loss(probs, scores, chosen, with_padding_mask=masked)
+        self._apply_expert_bias(routing_map, padding_mask=padding)
+        return probs, routing_map
+
+
+class GroupedLinear(Module):
+    """One weight per local expert, named weight{k} as in TransformerEngine's grouped linear."""
+
+    def __init__(self, experts: int, input_size: int, output_size: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.experts, self.product = experts, config.operators.grouped_linear
+        for k in range(experts):
+            shape = (output_size, input_size)
+            weight = Parameter(torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device()))
+            # False always: the expert-data-parallel group reduces it, also where experts are not split.
+            weight.allreduce = False
+            setattr(self, f"weight{k}", weight)
+
+    def forward(self, x: Tensor, rows: list[int]) -> Tensor:
+        return self.product(x, [getattr(self, f"weight{k}") for k in range(self.experts)], rows)
+
+
+class GroupedExperts(MegatronModule):
+    """SwiGLU experts on tokens sorted by expert. The routing probabilities are applied when outputs are combined."""
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, **_: object) -> None:
+        super().__init__(config)
+        width = config.moe_ffn_hidden_size
+        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, 2 * width, config)
+        self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, config)
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        rows = tokens_per_expert.tolist()
+        return self.linear_fc2(self.config.operators.silu_and_mul(self.linear_fc1(x, rows)), rows), None
+
+
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all dispatcher; the token's owner combines its experts' outputs in ascending expert id."""
+
+    def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
+        outputs = permutated_local_input_tokens
+        # Rows lie sorted by expert, then token: row of (token, expert) counts the chosen pairs before it.
+        chosen = self.routing_map.T
+        row = (chosen.flatten().cumsum(0) - 1).view(chosen.shape).T
+        tokens = self.routing_map.shape[0]
+        slots = row[self.routing_map].view(tokens, self.config.moe_router_topk)
+        probabilities = self.probs[self.routing_map].view(slots.shape)
+        return self.config.operators.combine(outputs[slots], probabilities).view(self.hidden_shape)
+
+
+class MoE(MoELayer):
+    """Megatron's mixture-of-experts layer with our dispatcher."""
+
+    def __init__(self, *args: object, pg_collection=None, **kwargs: object) -> None:
+        super().__init__(*args, pg_collection=pg_collection, **kwargs)
+        self.token_dispatcher = Dispatcher(
+            self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
+        )
