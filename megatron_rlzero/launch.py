@@ -19,6 +19,7 @@ def launch(arguments: Sequence[str], world_size: int) -> int:
 
     When one fails the others are ended; the returned exit code is that of the first that failed, 0 if none did.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -39,6 +40,8 @@ def launch(arguments: Sequence[str], world_size: int) -> int:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     try:
         elastic_launch(settings, sys.executable)(*arguments)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
     except ChildFailedError as error:
         first = error.get_first_failure()[1]
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode

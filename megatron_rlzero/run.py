@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatron_rlzero.learner.channel import Channel
 from megatron_rlzero.learner.learner import Learner
 from megatron_rlzero.learner.ranks import Ranks, follow
 from megatron_rlzero.metrics import RunLog
-from megatron_rlzero.watch import end_with
+from megatron_rlzero.watch import killed_with
 
 
 def train(config: Config) -> None:
@@ -78,7 +79,9 @@ def run_probe(config: Config) -> int:
 
 def _run(config: Config, lead: Callable[[Ranks, RolloutEngine], None]) -> None:
     """Brings up learner and, on rank 0, servers; runs ``lead`` there while the other ranks follow."""
-    end_with(os.getppid())
+    killed_with(os.getppid())
+    # A rank may wait in a collective, where Python would not hear of a Ctrl-C; servers and client end with rank 0.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _rank() > 0:
         follow(*_join(config, []))
     else:
@@ -88,6 +91,9 @@ def _run(config: Config, lead: Callable[[Ranks, RolloutEngine], None]) -> None:
             ranks = Ranks(*_join(config, [(s.name, s.url, s.workers) for s in engine.servers]))
             lead(ranks, engine)
             ranks.stop()
+        except (RuntimeError, OSError) as error:
+            engine.blame(error)
+            raise
         finally:
             engine.close()
     dist.destroy_process_group()

@@ -7,13 +7,26 @@ place of MODULE, and so is watched from its own start.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
 
 POLL_S = 0.5
+PR_SET_PDEATHSIG = 1
+
+
+def killed_with(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends, and watches as ``end_with`` does.
+
+    For a child of a main thread only: prctl(2), PR_SET_PDEATHSIG. It works where a thread of ours would wait for a
+    long import to let go of the interpreter.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with(parent)  # also where the parent was gone before the call above
 
 
 def end_with(parent: int) -> None:
@@ -35,7 +48,7 @@ if __name__ == "__mp_main__":  # multiprocessing's name for the main module of a
     end_with(os.getppid())
 
 if __name__ == "__main__":
-    end_with(int(sys.argv[1]))
+    killed_with(int(sys.argv[1]))
     module = sys.argv[2]
     sys.argv = sys.argv[2:]
     runpy.run_module(module, run_name="__main__")

@@ -80,6 +80,7 @@ def learner_config(model: Path, run_dir: Path, **learner: object) -> Config:
     config.model.dtype = str(learner.pop("dtype", "fp32"))
     config.kernels = str(learner.pop("kernels", "aligned"))
     config.rollout.temperature = float(learner.pop("temperature", 1.0))
+    config.learner.expert_model_parallel_size = 1
     config.learner.optimizer.lr = 1e-3
     config.learner.optimizer.lr_warmup_updates = 0
     config.learner.optimizer.clip_grad = 0.5

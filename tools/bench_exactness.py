@@ -88,6 +88,7 @@ def engine_worker(model: str, kernels: str, directory: str) -> None:
         config.model.path,
         dtype="float32",
         enforce_eager=True,
+        kv_cache_memory_bytes=2**30,
         max_model_len=longest,
         max_num_seqs=64,
         enable_prefix_caching=False,

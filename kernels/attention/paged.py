@@ -1,87 +1,185 @@
 """Causal attention of new tokens over a paged cache, with the arithmetic of ``reference.attend``.
 
 A token's result is the same bits whether its sequence comes as one prefill, in chunks, or token by token, and whatever
-else is in the batch.
+else is in the batch. What the layers of a step have in common is worked out once, by ``plan``.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.attention.reference import attend, by_kv_head, by_token
+from megatron_rlzero.kernels.attention.reference import by_kv_head, by_token
+
+#: Elements of keys and values that are gathered at one time; bounds the memory and changes no bit.
+GATHERED = 2**21
 
 
-def write_cache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Stores the keys and values of new tokens.
+@dataclass(frozen=True)
+class Rows:
+    """Query rows of a few sequences, the same number of each, with the key blocks that they see.
 
-    Args:
-        key, value: [tokens, kv_heads, dim].
-        k_cache, v_cache: [blocks, kv_heads, block size, dim], written in place.
-        slots: int64 [tokens]: block * block size + place in it; negative for tokens that are not stored.
+    Attributes:
+        source: int64 [sequences, rows], tokens of the batch; beyond a sequence's new tokens its last one again.
+        result, target: int64 [n], the real ones among sequences * rows, and their places in the batch.
+        hidden: block -> bool [sequences, 1, 1, rows, keys], True where a row does not see a key; blocks of which every
+            row sees every key are left out.
+        blocks: how many key blocks there are.
     """
-    stored = slots >= 0
-    block, place = slots[stored] // k_cache.shape[2], slots[stored] % k_cache.shape[2]
-    k_cache[block, :, place] = key[: len(slots)][stored].to(k_cache.dtype)
-    v_cache[block, :, place] = value[: len(slots)][stored].to(v_cache.dtype)
+
+    source: Tensor
+    result: Tensor
+    target: Tensor
+    hidden: dict[int, Tensor]
+    blocks: int
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+@dataclass(frozen=True)
+class Batch:
+    """Sequences that are computed together.
+
+    Attributes:
+        pages: int64 [blocks, sequences * kv_heads], pages of the cache.
+        width: keys of the last block that are used, a multiple of tiles.ROWS. The values beyond would have the weight
+            zero, and come last in their sum.
+    """
+
+    sequences: int
+    pages: Tensor
+    width: int
+    rows: list[Rows]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the layers of a step have in common.
+
+    Attributes:
+        fresh: int64 [n], pages that are written for the first time.
+        written: int64 [n], new tokens that are stored; places: int64 [2 * kv_heads * n], rows of the cache for their
+            keys, then for their values.
+    """
+
+    fresh: Tensor
+    written: Tensor
+    places: Tensor
+    batches: list[Batch]
+
+
+def plan(
     block_table: Tensor,
+    slots: Tensor,
     query_lengths: list[int],
     lengths: list[int],
-    scale: float,
-) -> Tensor:
-    """Attention of each sequence's newest tokens over all of it.
+    heads: int,
+    kv_heads: int,
+    dim: int,
+) -> Plan:
+    """Where the new tokens' keys and values go, and which rows meet which pages.
+
+    Args:
+        block_table: int [sequences, blocks of the longest], block numbers of tiles.KEYS tokens each.
+        slots: int64 [tokens or more]: block * tiles.KEYS + place in it; negative for tokens that are not stored.
+        query_lengths: new tokens of each sequence, in the order of the batch.
+        lengths: tokens of each sequence, the new ones included.
+    """
+    device, tokens = block_table.device, sum(query_lengths)
+    head = torch.arange(kv_heads, device=device)
+    slots = slots[:tokens]
+    written = (slots >= 0).nonzero()[:, 0]
+    block, place = slots[written] // tiles.KEYS, slots[written] % tiles.KEYS
+    page = block[:, None] * kv_heads + head
+    places = torch.cat([((2 * page + i) * tiles.KEYS + place[:, None]).flatten() for i in (0, 1)])
+    fresh = page[place == 0].flatten()
+
+    # Rows of one KV head's product: enough for the library's many-row code, whatever the batch.
+    least = -(-8 // (heads // kv_heads))
+    groups: dict[tuple[int, int], list[int]] = {}
+    starts, start = [], 0
+    for i, (new, length) in enumerate(zip(query_lengths, lengths, strict=True)):
+        starts.append(start)
+        start += new
+        if new:
+            rows = least if new <= least else tiles.round_up(new, tiles.ROWS)
+            groups.setdefault((rows, -(-length // tiles.KEYS)), []).append(i)
+    batches = []
+    for (rows, blocks), members in groups.items():
+        members.sort(key=lambda i: lengths[i])
+        step = max(GATHERED // (2 * blocks * tiles.KEYS * kv_heads * dim), 1)
+        for first in range(0, len(members), step):
+            some = members[first : first + step]
+            numbers = torch.tensor([[lengths[i], query_lengths[i], starts[i]] for i in some], device=device)
+            table = block_table[some, :blocks].long()
+            pages = (table.T[:, :, None] * kv_heads + head).flatten(1)
+            width = tiles.round_up(lengths[some[-1]] - (blocks - 1) * tiles.KEYS, tiles.ROWS)
+            lowest = min(lengths[i] - query_lengths[i] for i in some)
+            parts = _rows(*numbers.T[:, :, None], rows, (blocks - 1) * tiles.KEYS + width, lowest)
+            batches.append(Batch(len(some), pages, width, parts))
+    return Plan(fresh, written, places, batches)
+
+
+def _rows(end: Tensor, new: Tensor, start: Tensor, rows: int, keys: int, lowest: int) -> list[Rows]:
+    """``end``, ``new``, ``start``: int64 [sequences, 1]; ``lowest``: position of the first row that comes first."""
+    key = torch.arange(keys, device=end.device).split(tiles.KEYS)
+    offset = torch.arange(rows, device=end.device)
+    real, at = offset < new, torch.minimum(offset, new - 1)
+    source, positions = start + at, end - new + at
+    parts = []
+    for first in range(0, rows, tiles.QUERIES):
+        part = slice(first, first + tiles.QUERIES)
+        seen = len(key) if rows <= tiles.QUERIES else int(positions[:, part].max()) // tiles.KEYS + 1
+        hidden = {
+            j: (key[j] > positions[:, part, None])[:, None, None]
+            for j in range((lowest + first + 1) // tiles.KEYS, seen)
+        }
+        result = real[:, part].flatten().nonzero()[:, 0]
+        parts.append(Rows(source[:, part], result, source[:, part].flatten()[result], hidden, seen))
+    return parts
+
+
+def paged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
+    """Stores the new tokens' keys and values, then attends from each new token to its sequence up to itself.
 
     Args:
         q: [tokens, heads, dim], the new tokens of sequence 0, then of sequence 1, ...
-        k_cache, v_cache: [blocks, kv_heads, block size, dim]; the new tokens are in them.
-        block_table: int [sequences, blocks of the longest], block numbers.
-        query_lengths: new tokens of each sequence; they sum to ``tokens``.
-        lengths: tokens of each sequence, the new ones included.
+        k, v: [tokens, kv_heads, dim].
+        cache: [blocks, kv_heads, 2, tiles.KEYS, dim], keys and values; written in place.
 
     Returns:
         [tokens, heads, dim], dtype of ``q``. What lies in the cache beyond a sequence's end has no influence.
     """
-    heads = q.shape[1]
-    kv_heads, block_size = k_cache.shape[1:3]
-    # Rows of one KV head's product: enough for the library's many-row code, whatever the batch.
-    least = -(-8 // (heads // kv_heads))
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, (new, length) in enumerate(zip(query_lengths, lengths, strict=True)):
-        if new:
-            rows = least if new <= least else tiles.round_up(new, tiles.ROWS)
-            groups.setdefault((rows, tiles.round_up(length, tiles.KEYS)), []).append(i)
-    starts = torch.tensor([0, *query_lengths]).cumsum(0).tolist()
+    kv_heads, dim = k.shape[1:]
+    rows_of_cache, cache = cache.view(-1, dim), cache.flatten(0, 1)
+    # A page begins as zeros: values beyond a sequence's end get the weight zero, but 0 * NaN is NaN.
+    cache.index_fill_(0, plan.fresh, 0.0)
+    rows_of_cache.index_copy_(0, plan.places, torch.cat((k[plan.written], v[plan.written])).view(-1, dim))
     out = torch.empty_like(q)
-    for (rows, keys), members in groups.items():
-        end = torch.tensor([lengths[i] for i in members], device=q.device)[:, None]
-        new = torch.tensor([query_lengths[i] for i in members], device=q.device)[:, None]
-        start = torch.tensor([starts[i] for i in members], device=q.device)[:, None]
-        offset = torch.arange(rows, device=q.device)
-        index = start + torch.minimum(offset, new - 1)  # beyond the new tokens the last one again
-        positions = end - new + torch.minimum(offset, new - 1)
-        blocks = block_table[members, : -(-keys // block_size)].long()
-        inside = torch.arange(keys, device=q.device) < end
-        k, v = (_pages(cache, blocks, keys) for cache in (k_cache, v_cache))
-        v = torch.where(inside.repeat_interleave(kv_heads, 0)[..., None], v, 0.0)  # 0 * NaN is NaN
-        result = [
-            attend(chunk, k, v, where.repeat_interleave(kv_heads, 0), scale)
-            for chunk, where in zip(
-                by_kv_head(q[index], kv_heads).split(tiles.QUERIES, 2), positions.split(tiles.QUERIES, 1), strict=True
-            )
-        ]
-        real = offset < new
-        out[index[real]] = by_token(torch.cat(result, 2), len(members))[real].to(q.dtype)
+    for batch in plan.batches:
+        keys_values = [cache.index_select(0, pages).float().unbind(1) for pages in batch.pages[:-1]]
+        keys_values.append([cache[:, i, : batch.width].index_select(0, batch.pages[-1]).float() for i in (0, 1)])
+        for rows in batch.rows:
+            queries = by_kv_head(q[rows.source], kv_heads)
+            result = _attend(queries, keys_values[: rows.blocks], rows.hidden, batch.sequences, scale)
+            result = by_token(result, batch.sequences).flatten(0, 1)
+            out.index_copy_(0, rows.target, result.index_select(0, rows.result).to(q.dtype))
     return out
 
 
-def _pages(cache: Tensor, blocks: Tensor, keys: int) -> Tensor:
-    """fp32 [sequences * kv_heads, keys, dim] of the first ``keys`` places in ``blocks`` [sequences, n]."""
-    pages = cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :keys].float()  # [sequences, kv_heads, places, dim]
-    if pages.shape[2] < keys:
-        pages = torch.nn.functional.pad(pages, (0, 0, 0, keys - pages.shape[2]))
-    return pages.flatten(0, 1)
+def _attend(q: Tensor, keys_values: list, hidden: dict[int, Tensor], sequences: int, scale: float) -> Tensor:
+    """``reference.attend`` on key blocks that lie apart: fp32 [b, group, n, dim].
+
+    Args:
+        q: fp32 [b, group, n, dim].
+        keys_values: keys and values of each block, fp32 [b, at most tiles.KEYS, dim] each.
+    """
+    b, group, n, dim = q.shape
+    rows = q.reshape(b, group * n, dim)
+    scores = [torch.bmm(rows, keys.transpose(1, 2)).mul_(scale) for keys, _ in keys_values]
+    for j, mask in hidden.items():
+        scores[j].view(sequences, -1, group, n, mask.shape[-1]).masked_fill_(mask, float("-inf"))
+    weights = torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, 2), dim=-1).split(tiles.KEYS, dim=2)
+    out = torch.bmm(weights[0], keys_values[0][1])
+    for part, (_, values) in zip(weights[1:], keys_values[1:], strict=True):
+        out += torch.bmm(part, values)
+    return out.view(q.shape)

@@ -152,6 +152,17 @@ class RolloutEngine:
                 pid = f", pid {each.process.pid}" if each.process is not None else ""
                 raise RuntimeError(f"{each.name} ({each.url}{pid}) is not healthy: {error}") from error
 
+    def blame(self, error: BaseException) -> None:
+        """Raises RuntimeError naming a server that has ended, as the cause of ``error``; returns where none has.
+
+        A dead server first shows as a failed request: its own end says more than what the request saw.
+        """
+        try:
+            for each in self.servers:
+                each.wait_dead(2 * HEALTH_S)
+        except RuntimeError as death:
+            raise death from error
+
     def close(self) -> None:
         """Ends the client and the servers that were started; may be called again."""
         self.connection.close()
@@ -179,10 +190,9 @@ class RolloutEngine:
         except (EOFError, OSError) as error:
             raise self._client_ended() from error
         if kind == "error":
-            # A dead server first shows as failed requests: its own end says more than what the client saw.
-            for each in self.servers:
-                each.wait_dead(2 * HEALTH_S)
-            raise RuntimeError(f"rollout client: {content[0]}; see {self.client_log}")
+            error = RuntimeError(f"rollout client: {content[0]}; see {self.client_log}")
+            self.blame(error)
+            raise error
         if kind == "ready":
             self.ready = True
         else:

@@ -111,7 +111,7 @@ class Refit:
             try:
                 self._push(link, host, version)
             except (OSError, RuntimeError) as error:
-                failures[link.name] = str(error)
+                failures[link.name] = f"{link.name}: {error}"
         # Rank 0 drives the servers: what it saw decides, and a rank that failed alone stops the run.
         verdict = self._agree(lambda: failures)
         if own := failures.keys() - verdict.keys():

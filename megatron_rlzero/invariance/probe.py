@@ -79,12 +79,12 @@ def grid(engine: Engine, learner: Scorer, prompts: int, tokens: int, response_to
     Args:
         prompts: held-out prompts that there are.
         tokens: at least this many action tokens are compared in all, if responses are as long as they may be or at
-            least a quarter of that.
+            least half that.
         response_tokens: longest response.
         version: what the engine holds; it holds version + 1, with the same weights, afterwards.
     """
     few = min(ALONE, prompts)
-    samples = max(1, -(-4 * tokens // (3 * prompts * response_tokens)))
+    samples = max(1, -(-tokens // (prompts * response_tokens)))
     rows = []
 
     def sample(how: str, prompts: int, samples: int, concurrency: int, in_flight: bool = False) -> list[Rollout]:

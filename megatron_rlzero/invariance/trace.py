@@ -136,6 +136,7 @@ def _engine(config: Config, documents: list[list[int]], directory: Path) -> None
         config.model.path,
         dtype=DTYPES[config.model.dtype],
         enforce_eager=True,
+        kv_cache_memory_bytes=config.rollout.cpu_kv_cache_gib * 2**30,
         max_model_len=max(map(len, documents)) + 1,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,

@@ -9,7 +9,8 @@ from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from megatron_rlzero.invariance.vllm_checks import Counted
-from megatron_rlzero.kernels.attention import paged_attention, write_cache
+from megatron_rlzero.kernels import tiles
+from megatron_rlzero.kernels.attention import Plan, paged_attention, plan
 
 
 class InvariantAttentionImpl(Counted, CPUAttentionBackendImpl):
@@ -21,10 +22,8 @@ class InvariantAttentionImpl(Counted, CPUAttentionBackendImpl):
         if not plain or self.sinks is not None or self.is_fp8_kv_cache or self.attn_type != "decoder":
             raise ValueError("kernels = aligned: attention is causal over the whole sequence, without caps or sinks")
 
-    def do_kv_cache_update(
-        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        write_cache(key, value, *_halves(kv_cache), slot_mapping.long())
+    def do_kv_cache_update(self, *_: Any) -> None:
+        raise RuntimeError("vLLM was told that forward writes the cache")
 
     def forward(
         self,
@@ -43,24 +42,35 @@ class InvariantAttentionImpl(Counted, CPUAttentionBackendImpl):
         self.used()
         n = attn_metadata.num_actual_tokens
         if not hasattr(attn_metadata, "plan"):  # the same for every layer of a step
-            lengths = attn_metadata.seq_lens.tolist()
-            attn_metadata.plan = (attn_metadata.query_start_loc.diff().tolist()[: len(lengths)], lengths)
-        result = paged_attention(
-            query[:n], *_halves(kv_cache), attn_metadata.block_table, *attn_metadata.plan, self.scale
-        )
+            attn_metadata.plan = self._plan(attn_metadata)
+        blocks, heads, size, width = kv_cache.shape
+        cache = kv_cache.view(blocks, heads, 2, size, width // 2)
+        result = paged_attention(query[:n], key[:n], value[:n], cache, attn_metadata.plan, self.scale)
         output[:n] = result.view(output[:n].shape)
         return output
 
+    def _plan(self, attn_metadata: Any) -> Plan:
+        lengths = attn_metadata.seq_lens.tolist()
+        return plan(
+            attn_metadata.block_table,
+            attn_metadata.slot_mapping,
+            attn_metadata.query_start_loc.diff().tolist()[: len(lengths)],
+            lengths,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_size,
+        )
+
 
 class InvariantAttentionBackend(CPUAttentionBackend):
-    """vLLM's CPU backend with our implementation."""
+    """vLLM's CPU backend with our implementation, which writes the cache itself."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        return [tiles.KEYS]
 
     @staticmethod
     def get_impl_cls() -> type[InvariantAttentionImpl]:
         return InvariantAttentionImpl
-
-
-def _halves(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, kv_heads, block size, 2 dim] -> keys and values, [blocks, kv_heads, block size, dim] each."""
-    blocks, heads, size, width = kv_cache.shape
-    return kv_cache.view(blocks, heads, 2, size, width // 2).unbind(2)

@@ -57,6 +57,7 @@ def config(make_config) -> Config:
     made.run_dir += "/out"
     made.rollout.max_response_tokens = 8
     made.learner.optimizer.lr_warmup_updates = 0
+    made.learner.optimizer.weight_decay = 0.1  # a random model earns no reward: this is what moves its weights
     return made
 
 
