@@ -23,7 +23,6 @@ from megatron_rlzero.learner.channel import Channel
 from megatron_rlzero.learner.learner import Learner
 from megatron_rlzero.learner.ranks import Ranks, follow
 from megatron_rlzero.metrics import RunLog
-from megatron_rlzero.watch import killed_with
 
 
 def train(config: Config) -> None:
@@ -79,7 +78,6 @@ def run_probe(config: Config) -> int:
 
 def _run(config: Config, lead: Callable[[Ranks, RolloutEngine], None]) -> None:
     """Brings up learner and, on rank 0, servers; runs ``lead`` there while the other ranks follow."""
-    killed_with(os.getppid())
     # A rank may wait in a collective, where Python would not hear of a Ctrl-C; servers and client end with rank 0.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _rank() > 0:

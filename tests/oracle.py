@@ -1,4 +1,4 @@
-"""Qwen3-MoE and the objective in plain torch, float64, one response at a time: what the learner is compared with."""
+"""Both model families and the objective in plain torch and float64, one response at a time: the reference."""
 
 import torch
 from torch import Tensor
@@ -35,6 +35,10 @@ def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
         p = scores.masked_fill(~causal, float("-inf")).softmax(-1)
         x = x + torch.einsum("hqk,khd->qhd", p, v).flatten(1) @ w["self_attn.o_proj.weight"].T
         h = norm(x, w["post_attention_layernorm.weight"])
+        if "mlp.gate.weight" not in w:
+            gate, up, down = (w[f"mlp.{m}_proj.weight"] for m in ("gate", "up", "down"))
+            x = x + (silu(h @ gate.T) * (h @ up.T)) @ down.T
+            continue
         p = (h @ w["mlp.gate.weight"].T).softmax(-1)
         top, chosen = p.topk(hf["num_experts_per_tok"], -1)
         if hf["norm_topk_prob"]:
@@ -46,7 +50,8 @@ def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
             y = (silu(h[rows] @ expert["gate"].T) * (h[rows] @ expert["up"].T)) @ expert["down"].T
             out = out.index_add(0, rows, y * top[rows, slot, None])
         x = x + out
-    logits = norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+    head = weights["model.embed_tokens.weight" if hf["tie_word_embeddings"] else "lm_head.weight"]
+    logits = norm(x, weights["model.norm.weight"]) @ head.T
     return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 

@@ -5,7 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_rlzero.kernels import tiles
+from megatron_rlzero.kernels.activation import silu_and_mul
 from megatron_rlzero.kernels.linear import linear
+
+#: Rows of all experts together, padding included, up to which one product over all of them is taken.
+FEW = 1024
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
@@ -20,6 +25,31 @@ def grouped_linear(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) ->
         [sum(rows), N]. An expert without rows takes part with a product of no rows, so that it gets a zero gradient.
     """
     return torch.cat([linear(part, w) for part, w in zip(x.split(list(rows)), weights, strict=True)])
+
+
+def mlp(x: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """SwiGLU experts without gradients: each row through one expert, the bits of ``grouped_linear``.
+
+    Args:
+        x: [n, H], sorted by expert.
+        experts: int64 [n], the expert of each row.
+        w13: [E, 2 I, H], gate above up; w2: [E, H, I].
+
+    Returns:
+        [n, H].
+
+    Few rows go through one product over all experts, each padded to the same number of rows.
+    """
+    rows = torch.bincount(experts, minlength=len(w13))
+    most = tiles.round_up(max(int(rows.max()), 1), tiles.ROWS)
+    if len(w13) * most > FEW:
+        counts = rows.tolist()
+        return grouped_linear(silu_and_mul(grouped_linear(x, w13.unbind(), counts)), w2.unbind(), counts)
+    starts = rows.cumsum(0) - rows
+    place = experts * most + torch.arange(len(x), device=x.device) - starts[experts]
+    padded = x.new_zeros(len(w13) * most, x.shape[1]).index_copy_(0, place, x).view(len(w13), most, -1)
+    hidden = silu_and_mul(torch.bmm(padded, w13.transpose(1, 2)))
+    return torch.bmm(hidden, w2.transpose(1, 2)).flatten(0, 1).index_select(0, place)
 
 
 def combine(outputs: Tensor, probabilities: Tensor) -> Tensor:

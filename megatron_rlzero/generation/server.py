@@ -19,6 +19,7 @@ from megatron_rlzero.config import Config
 from megatron_rlzero.generation import http
 from megatron_rlzero.generation.requests import ARGUMENT, ROUTE
 from megatron_rlzero.invariance.vllm import BACKEND, Settings
+from megatron_rlzero.kernels import libraries
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: flags that the rest of the system relies on
@@ -185,6 +186,10 @@ def environment(config: Config) -> dict[str, str]:
             TORCH_COMPILE_DISABLE="1",  # vLLM would compile one function for token ranks that nobody reads
             GLOO_SOCKET_IFNAME="lo",
         )
+        for name, value in libraries.settings().items():
+            variables.pop(name, None)  # vLLM's own bf16 attention would die of an illegal instruction
+            if config.kernels == "aligned":
+                variables[name] = value
         if config.rollout.tensor_model_parallel_size == 1:
             variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # model in the engine core: a process fewer to start
     return variables

@@ -36,7 +36,7 @@ from megatron_rlzero.invariance import vllm_checks
 from megatron_rlzero.invariance.vllm_checks import Counted, check_used
 from megatron_rlzero.kernels import libraries
 from megatron_rlzero.kernels.activation import silu_and_mul
-from megatron_rlzero.kernels.experts import combine, grouped_linear
+from megatron_rlzero.kernels.experts import combine, mlp
 from megatron_rlzero.kernels.linear import linear
 from megatron_rlzero.kernels.log_prob import log_softmax
 from megatron_rlzero.kernels.norm import rms_norm
@@ -161,19 +161,17 @@ class InvariantMoEMethod(Counted, UnquantizedFusedMoEMethod):
         self.used()
         k = self.moe.experts_per_token
         probabilities, experts = top_k(router_logits, k, layer.renormalize)
-        tokens, slot = x.shape[0], torch.arange(x.shape[0] * k, device=x.device)
         mine = experts.flatten()
         if layer.expert_map is not None:
             mine = layer.expert_map[mine].long()  # local number, -1 for another rank's expert
-        order = torch.sort(mine, stable=True).indices
-        order = order[mine[order] >= 0]  # pairs of this rank by expert, then token
-        rows = torch.bincount(mine[order], minlength=layer.w13_weight.shape[0]).tolist()
-        hidden = silu_and_mul(grouped_linear(x[order // k], layer.w13_weight.unbind(), rows))
-        outputs = x.new_zeros(len(slot), x.shape[1])
-        outputs[order] = grouped_linear(hidden, layer.w2_weight.unbind(), rows)
+        mine, order = torch.sort(mine, stable=True)  # pairs of token and slot, by expert, then token
+        if layer.expert_map is not None:
+            mine, order = mine[mine >= 0], order[mine >= 0]
+        outputs = x.new_zeros(experts.numel(), x.shape[1])
+        outputs.index_copy_(0, order, mlp(x.index_select(0, order // k), mine, layer.w13_weight, layer.w2_weight))
         if get_ep_group().world_size > 1:
             outputs = tensor_model_parallel_all_reduce(outputs)  # exact: one rank has each row, the others zeros
-        return combine(outputs.view(tokens, k, -1), probabilities)
+        return combine(outputs.view(*experts.shape, -1), probabilities)
 
 
 class _LMHeadMethod(UnquantizedEmbeddingMethod):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_rlzero.kernels.experts import combine, grouped_linear
+from megatron_rlzero.kernels.activation import silu_and_mul
+from megatron_rlzero.kernels.experts import combine, grouped_linear, mlp
 from tests.kernels.checks import BF16, DTYPES, FP32, dependent_rows, error, errors, rounded_once, tolerance
 
 
@@ -105,3 +106,18 @@ def test_combined_rows_do_not_depend_on_the_batch(dtype, hidden):
     # An order of the sum that follows the size of the batch.
     rolled = lambda x: combine(x.unflatten(1, (4, hidden)).roll(len(x), 1), probabilities[:1].expand(len(x), 4))  # noqa: E731
     assert dependent_rows(rolled, torch.randn(50, 4 * hidden))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [0, 1, 7, 40, 300, 3000])
+def test_the_engines_form_gives_the_bits_of_the_learners(dtype, n, monkeypatch):
+    """One product over all experts, or one after the other; expert 3 has no row, and at 0 nobody has."""
+    w13, w2 = (torch.randn(8, 96, 64) / 8).to(dtype), (torch.randn(8, 64, 48) / 8).to(dtype)
+    experts = torch.randint(0, 7, (n,)).sort().values
+    experts[experts >= 3] += 1
+    x, counts = torch.randn(n, 64).to(dtype), torch.bincount(experts, minlength=8).tolist()
+    wanted = grouped_linear(silu_and_mul(grouped_linear(x, w13.unbind(), counts)), w2.unbind(), counts)
+    for few in (0, 2**20):
+        monkeypatch.setattr("megatron_rlzero.kernels.experts.reference.FEW", few)
+        assert torch.equal(mlp(x, experts, w13, w2), wanted)
+    assert n == 0 or not torch.equal(mlp(x, experts, w13 + 0.01, w2), wanted)

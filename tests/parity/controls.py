@@ -35,7 +35,7 @@ def controls(model: str) -> dict[str, str]:
     def check() -> None:
         vllm_checks.check_parameters(loaded, hf, tensors.__getitem__)
 
-    found["nothing"] = error_of(check)
+    found["nothing"] = error_of(check) + error_of(generate, llm, run, [0, 1])
     for name in ("model.layers.1.mlp.experts.routed_experts.w13_weight", "model.layers.0.self_attn.qkv_proj.weight"):
         parameter = loaded.get_parameter(name).data
         kept = parameter.clone()

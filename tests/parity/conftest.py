@@ -1,0 +1,59 @@
+"""Models and what the engine makes of them, once for all parity tests."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.parity.engine import Results
+from tests.parity.runs import LONG, MIXED, plant_ties, prompts, run, start, tokens
+from tests.tiny import make_qwen3, make_qwen3_moe
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "moe": make_qwen3_moe(root / "moe"),
+        "other": make_qwen3_moe(root / "other", seed=1),
+        "dense": make_qwen3(root / "dense"),
+        "tied": make_qwen3(root / "tied", tie_word_embeddings=True),
+        "ties": plant_ties(make_qwen3_moe(root / "ties", num_experts=8, max_position_embeddings=1024)),
+        "wide": make_qwen3_moe(
+            root / "wide",
+            vocab_size=151_936,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            moe_intermediate_size=32,
+        ),
+    }
+
+
+@pytest.fixture(scope="session")
+def aligned_out(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("aligned")
+
+
+@pytest.fixture(scope="session")
+def aligned(models, aligned_out) -> dict[str, Results]:
+    draw = random.Random(1)
+    edges = {"model": "ties", "length": 800, **MIXED}
+    some = {"prompts": prompts()[:8], "alone": [0, 7]}
+    runs = [
+        run(models, "moe_fp32_whole", "moe", "fp32"),
+        run(models, "moe_fp32", "moe", "fp32", **MIXED),
+        run(models, "moe_fp32_updated", "other", "fp32", **MIXED) | {"update": str(models["moe"]), "alone": []},
+        run(models, "moe_bf16", "moe", "bf16", **MIXED),
+        run(models, "dense_fp32", "dense", "fp32", **MIXED),
+        run(models, "tied_bf16", "tied", "bf16", **MIXED),
+        run(models, "ties_fp32", dtype="fp32", **edges) | {"prompts": [*prompts()[:20], tokens(draw, LONG)]},
+        run(models, "one_token", dtype="fp32", **edges) | {"prompts": [[7]], "new_tokens": 1, "alone": [0]},
+        run(models, "ties_bf16", dtype="bf16", **edges) | {"prompts": [*prompts()[:20], tokens(draw, LONG)]},
+        run(models, "wide_fp32", "wide", "fp32", **MIXED) | some,
+        run(models, "wide_bf16", "wide", "bf16", **MIXED) | some,
+    ]
+    for each in runs:
+        each["alone"] = [n for n in each["alone"] if n < len(each["prompts"])]
+    return start(models, aligned_out, "aligned", runs, controls=str(models["moe"]))
