@@ -3,7 +3,8 @@
 Usage: python tools/bench_exactness.py [rounds]. Two random Qwen3-MoE models: tiny (4 layers, hidden 64, 8 experts,
 20-token prompts) and small (4 layers, hidden 256, 16 experts, 400-token prompts). Every process computes on one thread.
 Aligned and stock live in processes of their own, each with the environment it has in a run, and take turns; a ratio is
-that of the medians. Peak memory is the high-water mark of a process above what it had before.
+that of the medians. Peak memory is the largest resident size of a process, looked at every millisecond, above what
+it had before.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+
+import psutil
 
 KERNELS = ("aligned", "stock")
 MODELS = {
@@ -128,14 +131,25 @@ def memory_worker(what: str, _: str, __: str) -> None:
         weight.grad = torch.zeros_like(weight)
     else:
         q, k, v = (torch.randn(4096, heads, 64, requires_grad=True) for heads in (8, 4, 4))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    process, peak, done = psutil.Process(), 0, threading.Event()
+    before = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
     if what == "log_prob aligned":
         log_prob(hidden, weight, targets, 151_936)[0].sum().backward()
     elif what == "log_prob naive":
         (hidden @ weight.T).log_softmax(-1).gather(1, targets[:, None]).sum().backward()
     else:
         attention(q, k, v, [4096], 0.125).sum().backward()
-    print("bytes", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, flush=True)
+    done.set()
+    watcher.join()
+    print("bytes", peak - before, flush=True)
 
 
 class Worker:

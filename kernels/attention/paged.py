@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.attention.reference import by_kv_head, by_token
+from megatron_rlzero.kernels.attention.reference import attend, by_kv_head, by_token
 
 #: Elements of keys and values that are gathered at one time; bounds the memory and changes no bit.
 GATHERED = 2**21
@@ -160,26 +160,7 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Plan, 
         keys_values.append([cache[:, i, : batch.width].index_select(0, batch.pages[-1]).float() for i in (0, 1)])
         for rows in batch.rows:
             queries = by_kv_head(q[rows.source], kv_heads)
-            result = _attend(queries, keys_values[: rows.blocks], rows.hidden, batch.sequences, scale)
+            result = attend(queries, keys_values[: rows.blocks], rows.hidden, batch.sequences, scale)
             result = by_token(result, batch.sequences).flatten(0, 1)
             out.index_copy_(0, rows.target, result.index_select(0, rows.result).to(q.dtype))
     return out
-
-
-def _attend(q: Tensor, keys_values: list, hidden: dict[int, Tensor], sequences: int, scale: float) -> Tensor:
-    """``reference.attend`` on key blocks that lie apart: fp32 [b, group, n, dim].
-
-    Args:
-        q: fp32 [b, group, n, dim].
-        keys_values: keys and values of each block, fp32 [b, at most tiles.KEYS, dim] each.
-    """
-    b, group, n, dim = q.shape
-    rows = q.reshape(b, group * n, dim)
-    scores = [torch.bmm(rows, keys.transpose(1, 2)).mul_(scale) for keys, _ in keys_values]
-    for j, mask in hidden.items():
-        scores[j].view(sequences, -1, group, n, mask.shape[-1]).masked_fill_(mask, float("-inf"))
-    weights = torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, 2), dim=-1).split(tiles.KEYS, dim=2)
-    out = torch.bmm(weights[0], keys_values[0][1])
-    for part, (_, values) in zip(weights[1:], keys_values[1:], strict=True):
-        out += torch.bmm(part, values)
-    return out.view(q.shape)

@@ -4,11 +4,11 @@ A query row sees the scores of all keys up to its own, a softmax over them, and 
 of tiles.KEYS keys added from left to right. Nothing in that depends on the other documents of the pack.
 """
 
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rlzero.kernels import tiles
@@ -45,12 +45,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float)
 
 
 def _by_padded_length(lengths: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """Padded length -> (start, length) of the documents that have it."""
+    """Length padded to whole row tiles -> (start, length) of the documents that have it."""
     groups: dict[int, list[tuple[int, int]]] = {}
     for start, length in zip(accumulate([0, *lengths]), lengths, strict=False):
         if length:
-            multiple = tiles.ROWS if length <= tiles.KEYS else tiles.KEYS
-            groups.setdefault(tiles.round_up(length, multiple), []).append((start, length))
+            groups.setdefault(tiles.round_up(length, tiles.ROWS), []).append((start, length))
     return groups
 
 
@@ -58,18 +57,23 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [documents, n, heads, dim], k and v [documents, n, kv_heads, dim] -> fp32, like q."""
     documents, n = q.shape[:2]
     q, k, v = by_kv_head(q, k.shape[2]), *(x.float().transpose(1, 2).flatten(0, 1) for x in (k, v))
-    v = F.pad(v, (0, 0, 0, -n % tiles.KEYS))
     chunks = []
     for first in range(0, n, tiles.QUERIES):
-        rows = q[:, :, first : first + tiles.QUERIES]
-        last = first + rows.shape[2]
-        positions = torch.arange(first, last, device=q.device)[None]
-        arguments = (rows, k[:, :last], v[:, : tiles.round_up(last, tiles.KEYS)], positions, scale)
+        arguments = (q[:, :, first : first + tiles.QUERIES], k, v, first, documents, scale)
         if n > tiles.QUERIES and torch.is_grad_enabled():
-            chunks.append(checkpoint(attend, *arguments, use_reentrant=False))
+            chunks.append(checkpoint(_chunk, *arguments, use_reentrant=False))
         else:
-            chunks.append(attend(*arguments))
+            chunks.append(_chunk(*arguments))
     return by_token(torch.cat(chunks, dim=2), documents)
+
+
+def _chunk(q: Tensor, k: Tensor, v: Tensor, first: int, documents: int, scale: float) -> Tensor:
+    """Query rows ``first`` ... of every document against the key blocks that they see."""
+    last = first + q.shape[2]
+    position, key = torch.arange(first, last, device=q.device), torch.arange(last, device=q.device).split(tiles.KEYS)
+    hidden = {j: (key[j] > position[:, None])[None, None, None] for j in range((first + 1) // tiles.KEYS, len(key))}
+    keys_values = list(zip(*(x[:, :last].split(tiles.KEYS, 1) for x in (k, v)), strict=True))
+    return attend(q, keys_values, hidden, documents, scale)
 
 
 def by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
@@ -82,25 +86,28 @@ def by_token(out: Tensor, b: int) -> Tensor:
     return out.unflatten(0, (b, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Query rows at ``positions`` against keys 0, 1, ...: the one arithmetic, fp32 throughout.
+def attend(
+    q: Tensor, keys_values: Sequence[Sequence[Tensor]], hidden: Mapping[int, Tensor], documents: int, scale: float
+) -> Tensor:
+    """The one arithmetic of attention: scores of all key blocks, a softmax over them, values block after block.
 
     Args:
-        q: [b, group, rows, dim]; group * rows is at least 8.
-        k: [b, keys, dim].
-        v: [b, keys padded to a multiple of tiles.KEYS, dim]; finite everywhere.
-        positions: int64 [1 or b, rows]; a row sees the keys up to its own position.
+        q: fp32 [documents * kv_heads, group, n, dim]; group * n is at least 8.
+        keys_values: keys and values of each block, fp32 [documents * kv_heads, width, dim] each; width is tiles.KEYS
+            but in the last block, where it is a multiple of tiles.ROWS. The values are finite everywhere.
+        hidden: block -> bool [1 or documents, 1, 1, n, width], True where a row does not see a key; blocks of which
+            every row sees every key may be left out.
 
     Returns:
-        Like ``q``.
+        Like ``q``. Keys that a row does not see have the weight zero and change no bit.
     """
-    b, group, rows, dim = q.shape
-    scores = torch.bmm(q.reshape(b, group * rows, dim), k.transpose(1, 2)) * scale
-    hidden = torch.arange(k.shape[1], device=q.device) > positions.repeat(1, group)[..., None]
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-    weights = F.pad(weights, (0, v.shape[1] - k.shape[1]))
-    out = torch.bmm(weights[:, :, : tiles.KEYS], v[:, : tiles.KEYS])
-    for block in range(tiles.KEYS, v.shape[1], tiles.KEYS):
-        keys = slice(block, block + tiles.KEYS)
-        out = out + torch.bmm(weights[:, :, keys], v[:, keys])
-    return out.reshape(q.shape)
+    b, group, n, dim = q.shape
+    rows = q.reshape(b, group * n, dim)
+    scores = [torch.bmm(rows, keys.transpose(1, 2)).mul_(scale) for keys, _ in keys_values]
+    for j, mask in hidden.items():
+        scores[j].view(documents, -1, group, n, mask.shape[-1]).masked_fill_(mask, float("-inf"))
+    weights = torch.softmax(scores[0] if len(scores) == 1 else torch.cat(scores, 2), dim=-1).split(tiles.KEYS, dim=2)
+    out = torch.bmm(weights[0], keys_values[0][1])
+    for part, (_, values) in zip(weights[1:], keys_values[1:], strict=True):
+        out += torch.bmm(part, values)
+    return out.view(q.shape)

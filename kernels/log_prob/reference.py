@@ -133,7 +133,8 @@ def _over_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 def _sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum over the whole vocabulary: blocks, then a halving tree over the blocks of all ranks."""
-    x = torch.nn.functional.pad(x, (0, -x.shape[1] % tiles.VOCABULARY))
+    if missing := -x.shape[1] % tiles.VOCABULARY:
+        x = torch.nn.functional.pad(x, (0, missing))
     blocks = x.unflatten(1, (-1, tiles.VOCABULARY)).sum(-1)
     if group is not None and dist.get_world_size(group) > 1:
         parts = [torch.empty_like(blocks) for _ in range(dist.get_world_size(group))]

@@ -58,6 +58,8 @@ def _linear_of(base: type[LinearBase]) -> type[LinearBase]:
 
         def forward(self, input_: Tensor) -> Any:
             self.used()
+            if getattr(self, "gather_output", False) and self.tp_size > 1:
+                raise NotImplementedError(f"kernels = aligned: {self.prefix} gathers its output over the ranks")
             y = linear(input_, self.weight, None if self.skip_bias_add else self.bias)
             return (y, self.bias if self.skip_bias_add else None) if self.return_bias else y
 
@@ -72,6 +74,8 @@ class InvariantRowParallelLinear(Counted, RowParallelLinear):
 
     def forward(self, input_: Tensor) -> Any:
         self.used()
+        if not (self.input_is_parallel and self.reduce_results):
+            raise NotImplementedError(f"kernels = aligned: {self.prefix} leaves its input or sum to others")
         root = sliced_product(input_.flatten(0, -2), self.weight.T, _slices // self.tp_size)
         if self.tp_size > 1:
             # all_gather concatenates the ranks' roots in rank order.
@@ -153,6 +157,9 @@ class InvariantMoEMethod(Counted, UnquantizedFusedMoEMethod):
     is_monolithic = True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        plain = layer.scoring_func == "softmax" and layer.routed_scaling_factor == 1.0 and not layer.use_grouped_topk
+        if not plain or layer.e_score_correction_bias is not None or layer.activation.value != "silu":
+            raise NotImplementedError(f"kernels = aligned: {layer.layer_name} routes or activates in another way")
         self.moe_kernel = _AlreadyReduced()
 
     def apply_monolithic(

@@ -72,11 +72,10 @@ class Learner:
         self.weights = Weights(self.parts.policy, family, self.hf, DTYPES[config.model.dtype], config.reduction_slices)
         self.weights.load(config.model.path)
         self._norm = GradientNorm(self.weights.layout, self.weights.finest, dist.get_rank())
-        self._sharded_gradients = (
-            config.learner.optimizer.use_distributed_optimizer
-            and max(parallel_state.get_data_parallel_world_size(), parallel_state.get_expert_data_parallel_world_size())
-            > 1
-        )
+        replicas = parallel_state.get_data_parallel_world_size()
+        if self.parts.config.num_moe_experts:
+            replicas = max(replicas, parallel_state.get_expert_data_parallel_world_size())
+        self._sharded_gradients = config.learner.optimizer.use_distributed_optimizer and replicas > 1
         # The optimizer copied its main parameters before the weights were there.
         self.parts.optimizer.reload_model_params()
 

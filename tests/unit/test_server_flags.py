@@ -1,0 +1,43 @@
+"""What the kernels of a configuration change in a server's command line and environment."""
+
+import json
+
+import pytest
+
+from megatron_rlzero.config import Config
+from megatron_rlzero.generation import server
+from megatron_rlzero.invariance.vllm import VARIABLE, Settings
+
+
+def configuration(directory, kernels: str, tp: int, hf: dict) -> Config:
+    (directory / "config.json").write_text(json.dumps(hf))
+    config = Config(kernels=kernels, reduction_slices=8)
+    config.model.path = str(directory)
+    config.rollout.tensor_model_parallel_size = tp
+    config.rollout.temperature = 0.5
+    return config
+
+
+@pytest.mark.parametrize(
+    ("kernels", "tp", "hf", "expert_parallel"),
+    [
+        ("aligned", 1, {"num_experts": 8}, False),
+        ("aligned", 2, {"num_experts": 8}, True),
+        ("aligned", 2, {"num_local_experts": 8}, True),
+        ("aligned", 2, {}, False),
+        ("stock", 2, {"num_experts": 8}, False),
+    ],
+)
+def test_flags(tmp_path, kernels, tp, hf, expert_parallel):
+    flags = server.flags(configuration(tmp_path, kernels, tp, hf), 1)
+    assert ("--enable-expert-parallel" in flags) == expert_parallel
+    assert ("--enable-prefix-caching" in flags) == (kernels == "aligned") == ("--no-enable-prefix-caching" not in flags)
+
+
+def test_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "inherited")
+    monkeypatch.setattr(server, "cpu_build", lambda: True)
+    aligned, stock = (server.environment(configuration(tmp_path, k, 1, {})) for k in ("aligned", "stock"))
+    assert Settings(**json.loads(aligned[VARIABLE])) == Settings(0.5, "aligned", 8)
+    assert aligned["ONEDNN_MAX_CPU_ISA"] not in ("inherited", None)
+    assert "ONEDNN_MAX_CPU_ISA" not in stock
