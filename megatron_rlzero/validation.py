@@ -176,7 +176,7 @@ def _layout(f: Findings, environ: Mapping[str, str]) -> None:
             "start as many ranks as it says, or change it",
         )
     sizes = [f"learner.{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")]
-    if not f.usable("learner.world_size", "learner.context_parallel_size", *sizes):
+    if not f.usable("learner.world_size", *sizes):
         return
     tp, pp, ep = c.tensor_model_parallel_size, c.pipeline_model_parallel_size, c.expert_model_parallel_size
     if c.world_size % (tp * pp):
