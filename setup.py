@@ -7,7 +7,7 @@ KERNELS = "megatron_rlzero.kernels"
 setup(
     name="megatron-rlzero",
     version="0.1.0",
-    description="Trainer-inference invariant, asynchronous reinforcement learning on stock Megatron-Core and stock vLLM",
+    description="Trainer-inference invariant, asynchronous RL on stock Megatron-Core and stock vLLM",
     license="Apache-2.0",
     python_requires=">=3.12,<3.13",
     packages=find_packages(include=["megatron_rlzero", "megatron_rlzero.*"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rlzero.architectures.rules import Rule
+from megatron_rlzero.architectures.trace import TracePoint
 
 #: model_type in config.json -> module of this package
 REGISTRY = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
@@ -39,6 +40,10 @@ class Architecture(Protocol):
 
     def tensors(self, hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         """Hugging Face tensor -> shape, of the whole checkpoint."""
+        ...
+
+    def trace_points(self, hf: dict[str, Any]) -> list[TracePoint]:
+        """Operators whose outputs both sides have, in the order of the forward pass."""
         ...
 
     def rope_theta(self, hf: dict[str, Any]) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rlzero.architectures import qwen3_common as common
 from megatron_rlzero.architectures.rules import Rule, Split, Stacked
+from megatron_rlzero.architectures.trace import TracePoint
 
 rope_theta = common.rope_theta
 
@@ -57,3 +58,12 @@ def engine_parameters(hf: dict[str, Any]) -> dict[str, Rule]:
 
 def tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return common.tensors(parameters(hf, slices=1))
+
+
+def trace_points(hf: dict[str, Any]) -> list[TracePoint]:
+    """Every operator whose output both sides have, in the order of the forward pass."""
+    points = []
+    for i in range(hf["num_hidden_layers"]):
+        h, mlp = f"model.layers.{i}.mlp", f"decoder.layers.{2 * i + 1}.mlp"
+        points += [*common.trace_attention(hf, i), TracePoint(f"layer {i}: norm and MLP", mlp, h)]
+    return [*points, common.TRACE_END]

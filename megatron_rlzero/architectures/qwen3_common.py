@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rlzero.architectures.rules import QKV, GroupedQKV, Rule, Split, Vocabulary
+from megatron_rlzero.architectures.trace import TracePoint, in_order_of
 
 #: rows of the engine's embedding are a multiple of this
 ENGINE_VOCABULARY = 64
@@ -107,3 +108,21 @@ def tensors(parameters: dict[str, Rule]) -> dict[str, tuple[int, ...]]:
             known = shapes.get(piece.tensor, (0,) * len(piece.box.stop))
             shapes[piece.tensor] = tuple(map(max, known, piece.box.stop))
     return shapes
+
+
+#: the last operator before the output layer
+TRACE_END = TracePoint("final norm", "decoder.final_norm", "model.norm")
+
+
+def trace_attention(hf: dict[str, Any], i: int) -> list[TracePoint]:
+    """The operators of the attention of Hugging Face's layer i."""
+    a, s = f"decoder.layers.{2 * i}.self_attention", f"model.layers.{i}.self_attn"
+    projections = tuple(f"{s}.{p}_proj.weight" for p in "qkv")
+    in_order = in_order_of(attention(hf, i)[f"{a}.linear_qkv.weight"], projections)
+    return [
+        TracePoint(f"layer {i}: norm and query, key, value projection", f"{a}.linear_qkv", f"{s}.qkv_proj", in_order),
+        TracePoint(f"layer {i}: query norm", f"{a}.q_layernorm", f"{s}.q_norm"),
+        TracePoint(f"layer {i}: key norm", f"{a}.k_layernorm", f"{s}.k_norm"),
+        TracePoint(f"layer {i}: rotary embedding and attention", f"{a}.core_attention", f"{s}.attn"),
+        TracePoint(f"layer {i}: output projection", f"{a}.linear_proj", f"{s}.o_proj"),
+    ]

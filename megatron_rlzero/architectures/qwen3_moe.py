@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rlzero.architectures import qwen3_common as common
 from megatron_rlzero.architectures.rules import Rule, Split, Stacked
-from megatron_rlzero.architectures.trace import TracePoint, chosen, in_order_of
+from megatron_rlzero.architectures.trace import TracePoint, chosen
 
 rope_theta = common.rope_theta
 
@@ -81,35 +81,20 @@ def tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def trace_points(hf: dict[str, Any]) -> list[TracePoint]:
     """Every operator whose output both sides have, in the order of the forward pass."""
-    rules = parameters(hf, slices=1)
     points = []
     for i in range(hf["num_hidden_layers"]):
-        h, a, moe = f"model.layers.{i}", f"decoder.layers.{2 * i}.self_attention", f"decoder.layers.{2 * i + 1}"
-        projections = tuple(f"{h}.self_attn.{p}_proj.weight" for p in "qkv")
-        layer, s = f"layer {i}: ", f"{h}.self_attn"
+        h, moe, choose = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}", chosen(hf["num_experts_per_tok"])
+        router = TracePoint(
+            f"layer {i}: router choice", f"{moe}.mlp.router", f"{h}.mlp.gate", lambda output: output[1], choose
+        )
         points += [
+            *common.trace_attention(hf, i),
             TracePoint(
-                layer + "norm and query, key, value projection",
-                f"{a}.linear_qkv",
-                f"{s}.qkv_proj",
-                in_order_of(rules[f"{a}.linear_qkv.weight"], projections),
-            ),
-            TracePoint(layer + "query norm", f"{a}.q_layernorm", f"{s}.q_norm"),
-            TracePoint(layer + "key norm", f"{a}.k_layernorm", f"{s}.k_norm"),
-            TracePoint(layer + "rotary embedding and attention", f"{a}.core_attention", f"{s}.attn"),
-            TracePoint(layer + "output projection", f"{a}.linear_proj", f"{s}.o_proj"),
-            TracePoint(
-                layer + "residual and norm after attention",
+                f"layer {i}: residual and norm after attention",
                 f"{moe}.pre_mlp_layernorm",
                 f"{h}.post_attention_layernorm",
             ),
-            TracePoint(
-                layer + "router choice",
-                f"{moe}.mlp.router",
-                f"{h}.mlp.gate",
-                lambda output: output[1],
-                chosen(hf["num_experts_per_tok"]),
-            ),
-            TracePoint(layer + "experts", f"{moe}.mlp", f"{h}.mlp"),
+            router,
+            TracePoint(f"layer {i}: experts", f"{moe}.mlp", f"{h}.mlp"),
         ]
-    return [*points, TracePoint("final norm", "decoder.final_norm", "model.norm")]
+    return [*points, common.TRACE_END]

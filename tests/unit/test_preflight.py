@@ -1,59 +1,11 @@
 """A configuration against what lies outside it: model directory, data, ports, run directory; with negatives."""
 
-import json
 import os
 import socket
 
 import pytest
 
-from megatron_rlzero.validation import ConfigError, load
-
-HF = {
-    "model_type": "qwen3_moe",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "num_experts": 8,
-    "max_position_embeddings": 64,
-}
-
-
-def write_model(path, **changes):
-    """A directory that looks like a checkpoint; only config.json is read."""
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({**HF, **changes}))
-    (path / "model.safetensors").touch()
-    (path / "tokenizer.json").touch()
-    return path
-
-
-@pytest.fixture
-def good(tmp_path, monkeypatch):
-    """Overrides of a configuration that is right."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    return [
-        f"run_dir={tmp_path}/run",
-        f"model.path={write_model(tmp_path / 'base')}",
-        "rollout.max_prompt_tokens=24",
-        "environment.task=spell_backward",
-        "environment.size=500",
-        "eval.prompts=8",
-    ]
-
-
-@pytest.fixture
-def empty(tmp_path):
-    path = tmp_path / "empty.yaml"
-    path.write_text("")
-    return path
-
-
-def violations(path, overrides, starting=False):
-    try:
-        load(path, overrides, starting=starting)
-    except ConfigError as error:
-        return error.violations
-    return []
+from tests.unit.setups import violations, write_model
 
 
 def test_each_missing_part_of_the_model_directory_is_named(empty, good, tmp_path):

@@ -1,60 +1,13 @@
 """Every violation of a configuration at once: each rule alone, ten planted faults together, and their negatives."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from megatron_rlzero.config import Config
-from megatron_rlzero.validation import ConfigError, load, validate
-
-HF = {
-    "model_type": "qwen3_moe",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "num_experts": 8,
-    "max_position_embeddings": 64,
-}
-
-
-def write_model(path, **changes):
-    """A directory that looks like a checkpoint; only config.json is read."""
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({**HF, **changes}))
-    (path / "model.safetensors").touch()
-    (path / "tokenizer.json").touch()
-    return path
-
-
-@pytest.fixture
-def good(tmp_path, monkeypatch):
-    """Overrides of a configuration that is right."""
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    return [
-        f"run_dir={tmp_path}/run",
-        f"model.path={write_model(tmp_path / 'base')}",
-        "rollout.max_prompt_tokens=24",
-        "environment.task=spell_backward",
-        "environment.size=500",
-        "eval.prompts=8",
-    ]
-
-
-@pytest.fixture
-def empty(tmp_path):
-    path = tmp_path / "empty.yaml"
-    path.write_text("")
-    return path
-
-
-def violations(path, overrides, starting=False):
-    try:
-        load(path, overrides, starting=starting)
-    except ConfigError as error:
-        return error.violations
-    return []
+from megatron_rlzero.validation import load, validate
+from tests.unit.setups import violations
 
 
 def test_a_right_configuration_loads_typed(empty, good):
