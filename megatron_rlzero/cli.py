@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ def train(parsed: argparse.Namespace) -> int:
         return 0
     config = load(parsed.config, parsed.overrides)
     code = launch(["-m", "megatron_rlzero", "train", parsed.config, *parsed.overrides], config.learner.world_size)
+    if code == 128 + signal.SIGINT:
+        print(f"interrupted; what there is lies in {config.run_dir}", file=sys.stderr)
     if code == 0:
         from rich.console import Console
 

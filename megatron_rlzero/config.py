@@ -8,6 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+#: vLLM's flags that the rest of the system relies on; rollout.engine_args may not name them
+RESERVED_ENGINE_ARGS = (
+    "host",
+    "port",
+    "model",
+    "dtype",
+    "logits-processors",
+    "weight-transfer-config",
+    "tensor-parallel-size",
+)
+
 
 @dataclass
 class Model:

@@ -195,7 +195,7 @@ def check_run_dir(f: Findings) -> None:
     if not f.config.run_dir:
         f.reject("run_dir", "empty", "give a directory")
     elif (path / "metrics.jsonl").exists():
-        f.reject("run_dir", "already holds a run", "choose another directory")
+        f.reject("run_dir", "already holds a run", "remove it or choose another directory")
     else:
         existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

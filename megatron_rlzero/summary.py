@@ -51,7 +51,8 @@ def table(updates: list[dict[str, float]], held_out: list[dict[str, float]]) -> 
     result.add_section()
     result.add_row("tokens/s", "", f"{of('tokens').sum() / of('seconds/update').sum():,.0f}")
     for phase in PHASES:
-        result.add_row(f"seconds, {phase.replace('_', ' ')}", "", f"{of(f'seconds/{phase}').sum():.1f}")
+        overlap = ", side by side" if phase == "generation" else ""
+        result.add_row(f"seconds, {phase.replace('_', ' ')}{overlap}", "", f"{of(f'seconds/{phase}').sum():.1f}")
     result.add_row("seconds, all updates", "", f"{of('seconds/update').sum():.1f}")
     return result
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from megatron_rlzero import preflight
 from megatron_rlzero.advantage import ADVANTAGES, GROUPED
-from megatron_rlzero.config import Config
+from megatron_rlzero.config import RESERVED_ENGINE_ARGS, Config
 from megatron_rlzero.config_io import Findings, Parsed, line, parse
 from megatron_rlzero.environments import KINDS
 
@@ -249,6 +249,11 @@ def _rollout(f: Findings) -> None:
                 f"a response is never split and can have max_prompt_tokens + max_response_tokens = {longest} tokens",
                 f"set it to {longest} or more",
             )
+    if f.usable("rollout.engine_args"):
+        for name, value in c.engine_args.items():
+            if name.replace("_", "-") in RESERVED_ENGINE_ARGS:
+                key = f"rollout.engine_args.{name}"
+                f.lines.append(line(key, value, "this flag is set by the project", "remove it"))
     if not f.usable("rollout.urls"):
         return
     for index, url in enumerate(c.urls):

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlzero.architectures import read_config
-from megatron_rlzero.config import Config
+from megatron_rlzero.config import RESERVED_ENGINE_ARGS, Config
 from megatron_rlzero.generation import http
 from megatron_rlzero.generation.requests import ARGUMENT, ROUTE
 from megatron_rlzero.invariance.vllm import BACKEND, Settings
 from megatron_rlzero.kernels import libraries
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-#: flags that the rest of the system relies on
-OURS = ("host", "port", "model", "dtype", "logits-processors", "weight-transfer-config", "tensor-parallel-size")
 #: of a rank under torchrun; vLLM would take some of them for its own
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 #: seconds between SIGTERM and SIGKILL
@@ -141,7 +139,7 @@ def flags(config: Config, port: int) -> list[str]:
         values["kv-cache-memory-bytes"] = rollout.cpu_kv_cache_gib * 2**30
     for name, value in rollout.engine_args.items():
         flag = name.replace("_", "-")
-        if flag in OURS:
+        if flag in RESERVED_ENGINE_ARGS:
             raise ValueError(f"rollout.engine_args.{name} = {value}: set by this project; remove it")
         values[flag] = value
     return [argument for flag, value in values.items() for argument in _arguments(flag, value)]

@@ -69,7 +69,7 @@ def test_run_directory(empty, good, tmp_path):
     assert violations(empty, good, starting=True) == []
     (run / "metrics.jsonl").touch()
     (found,) = violations(empty, good, starting=True)
-    assert found == f"run_dir = {run}: already holds a run; choose another directory"
+    assert found == f"run_dir = {run}: already holds a run; remove it or choose another directory"
     assert violations(empty, good, starting=False) == []
     (found,) = violations(empty, [*good, f"run_dir={run}/metrics.jsonl/deeper"], starting=True)
     assert "cannot write in" in found

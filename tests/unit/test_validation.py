@@ -221,3 +221,11 @@ def test_world_size_of_the_launcher(empty, good):
     assert validate(config, starting=False, environ={"WORLD_SIZE": "2"}) == []
     (found,) = validate(config, starting=False, environ={"WORLD_SIZE": "4"})
     assert found.startswith("learner.world_size = 2: the launcher started WORLD_SIZE = 4 ranks; ")
+
+
+def test_flags_that_the_project_sets_are_refused_before_anything_starts(empty, good):
+    found = violations(empty, [*good, "rollout.engine_args={port: 5, max-num-seqs: 8, tensor_parallel_size: 2}"])
+    assert [line.split(":")[0] for line in found] == [
+        "rollout.engine_args.port = 5",
+        "rollout.engine_args.tensor_parallel_size = 2",
+    ]
