@@ -45,6 +45,8 @@ def end_with(parent: int) -> None:
 
 
 if __name__ == "__mp_main__":  # multiprocessing's name for the main module of a spawned process
+    if os.getppid() == 1:  # its parent is gone already
+        os._exit(1)
     end_with(os.getppid())
 
 if __name__ == "__main__":
