@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import time
@@ -30,12 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("run_dir")
     command.set_defaults(run=plot)
     parsed = parser.parse_args(arguments)
-    from megatron_rlzero.launch import is_rank
+    from megatron_rlzero.launch import is_rank, launcher
     from megatron_rlzero.validation import ConfigError
     from megatron_rlzero.watch import killed_with
 
     if is_rank():  # before the long imports
-        killed_with(os.getppid())
+        killed_with(launcher())
     try:
         return parsed.run(parsed)
     except ConfigError as error:

@@ -8,10 +8,19 @@ import sys
 import uuid
 from collections.abc import Sequence
 
+#: how the runs that ``launch`` starts are called, before the launcher's process id
+RUN = "megatron-rlzero-"
+
 
 def is_rank() -> bool:
     """Whether this process was started as a rank, by ``launch`` or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launcher() -> int:
+    """Process id of the launcher of this rank; also where it has died before this call."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return int(name.removeprefix(RUN).split("-")[0]) if name.startswith(RUN) else os.getppid()
 
 
 def launch(arguments: Sequence[str], world_size: int) -> int:
@@ -27,7 +36,7 @@ def launch(arguments: Sequence[str], world_size: int) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=world_size,
-        run_id=uuid.uuid4().hex,
+        run_id=f"{RUN}{os.getpid()}-{uuid.uuid4().hex}",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",

@@ -9,7 +9,6 @@ probability CONFUSION, which it does not.
 from __future__ import annotations
 
 import json
-import os
 import random
 import string
 import sys
@@ -24,7 +23,7 @@ from megatron_rlzero import environments
 from megatron_rlzero.config import Config
 from megatron_rlzero.config_io import parse
 from megatron_rlzero.environments.prompts import encode_prompt, load_tokenizer
-from megatron_rlzero.launch import is_rank, launch
+from megatron_rlzero.launch import is_rank, launch, launcher
 from megatron_rlzero.rollout import Rollout
 from megatron_rlzero.watch import killed_with
 
@@ -153,7 +152,7 @@ def main() -> int:
     config = parsed.config
     directory = Path(config.model.path)
     if is_rank():
-        killed_with(os.getppid())
+        killed_with(launcher())
         warm_up(config, directory)
         return 0
     if (directory / "model.safetensors").exists():
