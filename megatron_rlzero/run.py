@@ -18,7 +18,7 @@ from megatron_rlzero.config import Config
 from megatron_rlzero.generation.engine import RolloutEngine
 from megatron_rlzero.generation.refit import Refit
 from megatron_rlzero.invariance import probe, trace
-from megatron_rlzero.learner.build import DTYPES, initialise_distributed
+from megatron_rlzero.learner.build import initialise_distributed
 from megatron_rlzero.learner.channel import Channel
 from megatron_rlzero.learner.learner import Learner
 from megatron_rlzero.learner.ranks import Ranks, follow
@@ -111,8 +111,8 @@ def _join(config: Config, servers: list[tuple[str, str, int]]) -> tuple[Learner,
         dist.get_rank(),
         dist.get_world_size(),
         weights.layout,
-        weights.shapes,
-        DTYPES[config.model.dtype],
+        weights.engine_layout if config.kernels == "aligned" else weights.whole_layout,
+        weights.dtypes,
         store,
         config.refit.deadline_s,
     )

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Store, TCPStore
 
 from megatron_rlzero.generation import http
 from megatron_rlzero.generation.rendezvous import LOOPBACK, REFUSED, join, to_json
-from megatron_rlzero.resharding.layout import Layout, whole_tensors
+from megatron_rlzero.resharding.layout import Layout
 from megatron_rlzero.resharding.plan import Transfer, plan
 from megatron_rlzero.resharding.transport import execute
 
@@ -54,8 +54,8 @@ class Refit:
         servers: (name, url, workers) each; rank 0's list counts, the other ranks may pass an empty one.
         rank, world_size: of the learner.
         layout: learner rank -> pieces; every rank passes the whole layout.
-        shapes: Hugging Face name -> shape, of every tensor of the checkpoint.
-        dtype: of every tensor, on both sides and on the wire.
+        engine: workers of a server -> worker -> the pieces that it wants.
+        dtypes: Hugging Face name -> dtype, on both sides and on the wire.
         store: the learner ranks' common store; None is enough for one rank.
         deadline_s: for the rendezvous, and for one push to one server.
 
@@ -70,13 +70,13 @@ class Refit:
         rank: int,
         world_size: int,
         layout: Layout,
-        shapes: dict[str, tuple[int, ...]],
-        dtype: torch.dtype,
+        engine: Callable[[int], Layout],
+        dtypes: Mapping[str, torch.dtype],
         store: Store | None,
         deadline_s: float,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.shapes, self.dtype, self.deadline_s = shapes, dtype, deadline_s
+        self.dtypes, self.deadline_s = dtypes, deadline_s
         self.store = store
         self.links: list[_Link] = []
         self.agreements = 0
@@ -87,8 +87,8 @@ class Refit:
         for link in self.links:
             if rank == 0 and urlsplit(link.url).hostname != LOOPBACK:
                 raise ValueError(f"{link.name}: {link.url} is not on {LOOPBACK}; refit works over loopback only")
-            targets = {world_size + worker: whole_tensors(shapes) for worker in range(link.workers)}
-            link.transfers = plan(layout, targets)
+        self._plan(layout, engine)
+        for link in self.links:
             self._connect(link)
 
     def push(self, tensors: Mapping[str, Tensor], version: int) -> RefitStats:
@@ -98,7 +98,7 @@ class Refit:
         must send it no further requests. A server that refuses them keeps the old weights and version.
 
         Args:
-            tensors: this rank's tensors by the layout's local names, of dtype ``dtype``, on any device.
+            tensors: this rank's tensors by the layout's local names, on any device.
             version: of the weights, at least 0.
 
         Raises:
@@ -120,8 +120,17 @@ class Refit:
         refusals = [text for text in verdict.values() if REFUSED in text]
         if refusals or (verdict and not self.links):
             raise RuntimeError(f"refit to version {version} failed: {'; '.join(refusals or verdict.values())}")
-        numel = sum(t.box.numel for link in self.links for t in link.transfers)
-        return RefitStats(time.monotonic() - start, numel * self.dtype.itemsize, tuple(verdict))
+        moved = sum(t.box.numel * self.dtypes[t.tensor].itemsize for link in self.links for t in link.transfers)
+        return RefitStats(time.monotonic() - start, moved, tuple(verdict))
+
+    def _plan(self, layout: Layout, engine: Callable[[int], Layout]) -> None:
+        """One plan for all servers, so that all share the senders' work; each server's group counts from 0."""
+        owners = [(link, worker) for link in self.links for worker in range(link.workers)]
+        targets = {link.workers: engine(link.workers) for link in self.links}
+        wanted = {self.world_size + i: targets[link.workers][worker] for i, (link, worker) in enumerate(owners)}
+        for transfer in plan(layout, wanted):
+            link, worker = owners[transfer.target - self.world_size]
+            link.transfers.append(transfer._replace(target=self.world_size + worker))
 
     def _push(self, link: _Link, tensors: Mapping[str, Tensor], version: int) -> None:
         """One server: weights are staged while rank 0's request waits for them; the pause is for the swap alone."""
@@ -131,7 +140,7 @@ class Refit:
             update = self.threads.submit(self._post, link, "/update_weights", {"update_info": {}})
         limit = timedelta(seconds=self.deadline_s)
         try:
-            execute(link.transfers, self.rank, link.group, tensors, {}, self.dtype, limit)
+            execute(link.transfers, self.rank, link.group, tensors, {}, self.dtypes, limit)
         except RuntimeError:
             if update is not None:
                 update.result()  # what the server says is the better reason
@@ -159,8 +168,7 @@ class Refit:
                 "port": port,
                 "learners": self.world_size,
                 "workers": link.workers,
-                "shapes": self.shapes,
-                "dtype": str(self.dtype).removeprefix("torch."),
+                "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
                 "transfers": to_json(link.transfers),
                 "deadline_s": self.deadline_s,
             }

@@ -31,15 +31,19 @@ def join(store: TCPStore, rank: int, size: int, deadline_s: float) -> ProcessGro
 
 
 def to_json(transfers: Sequence[Transfer]) -> list[list[Any]]:
-    """Transfers into a worker's whole tensors; what only the sender has to know is left out."""
-    return [[t.source, t.target, t.tensor, t.box.start, t.box.stop] for t in transfers]
+    """Transfers to a server's workers; what only the sender has to know is left out."""
+    return [
+        [t.source, t.target, t.tensor, t.box.start, t.box.stop, t.target_local, t.target_box.start, t.transform]
+        for t in transfers
+    ]
 
 
 def from_json(rows: Sequence[Sequence[Any]], target: int) -> list[Transfer]:
-    """The transfers to rank ``target``, in the sender's order, for staging tensors under their own names."""
+    """The transfers to rank ``target``, in the sender's order."""
     transfers = []
-    for source, to, tensor, start, stop in rows:
+    for source, to, tensor, start, stop, local, at, transform in rows:
         if to == target:
             box = Box(tuple(start), tuple(stop))
-            transfers.append(Transfer(source, to, tensor, box, "", box, tensor, box))
+            target_box = box.shift(b - a for a, b in zip(start, at, strict=True))
+            transfers.append(Transfer(source, to, tensor, box, "", box, local, target_box, transform))
     return transfers

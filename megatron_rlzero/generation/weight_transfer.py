@@ -19,21 +19,22 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_rlzero.architectures import read_config
+from megatron_rlzero.architectures import architecture, read_config
+from megatron_rlzero.architectures.layouts import engine_layout
 from megatron_rlzero.generation.rendezvous import LOOPBACK, REFUSED, from_json, join
 from megatron_rlzero.invariance.vllm import Settings
+from megatron_rlzero.resharding.layout import whole_tensors
 from megatron_rlzero.resharding.transport import execute
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What rank 0 sends once: ``transfers`` as in rendezvous.to_json, ``shapes`` of all tensors of a model."""
+    """What rank 0 sends once: ``transfers`` as in rendezvous.to_json, ``dtypes`` of all tensors of a checkpoint."""
 
     port: int
     learners: int
     workers: int
-    shapes: dict[str, list[int]]
-    dtype: str
+    dtypes: dict[str, str]
     transfers: list[list[Any]]
     deadline_s: float
 
@@ -44,53 +45,63 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """start: staging tensors, all NaN. update: receive and validate. finish: vLLM loads the staged tensors."""
+    """start: staging tensors, NaN wherever the plan writes. update: receive and validate. finish: swap.
+
+    With aligned kernels a worker's parameters are plain, and it stages and takes its own shards. Stock layers may pack
+    weights in ways that only vLLM's loaders know: they stage the checkpoint's tensors whole and leave the rest to them.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins the process group, then checks the plan against the checkpoint that the server started from.
+        """Joins the process group, then checks the plan against the model that this worker built.
 
         In this order, because the learner's ranks wait in the group for this one, also where it will refuse.
         """
         self.info = init_info
-        self.dtype: torch.dtype = getattr(torch, init_info.dtype)
+        self.dtypes = {name: getattr(torch, dtype) for name, dtype in init_info.dtypes.items()}
         parallel = self.parallel_config
         self.rank = init_info.learners + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self.transfers = from_json(init_info.transfers, self.rank)
-        self.shapes = {name: tuple(shape) for name, shape in init_info.shapes.items()}
+        self.aligned = Settings.from_environment().kernels == "aligned"
         deadline = timedelta(seconds=init_info.deadline_s)
         store = TCPStore(LOOPBACK, init_info.port, None, False, deadline)
         self.group = join(store, self.rank, init_info.learners + init_info.workers, init_info.deadline_s)
         self._check_complete()
 
     def _check_complete(self) -> None:
-        expected = checkpoint_shapes(Path(self.model_config.model))
-        if self.shapes != expected:
-            different = {
-                name: (self.shapes.get(name), expected.get(name))
-                for name in sorted(self.shapes.keys() | expected.keys())
-                if self.shapes.get(name) != expected.get(name)
-            }
-            name, (ours, theirs) = next(iter(different.items()))
-            raise ValueError(
-                f"{REFUSED}: {len(different)} tensors differ from those of {self.model_config.model}; the first is "
-                f"{name}, {ours} in the refit and {theirs} in the checkpoint (None: absent)"
-            )
-        received = Counter()
+        """Every element of every tensor that this worker stages comes, padding of the vocabulary apart."""
+        hf = read_config(self.model_config.model)
+        if self.aligned:
+            from megatron_rlzero.invariance.vllm_checks import parameters  # stock servers never import it
+
+            self.parameters = parameters(self.model)
+            self.staging = {name: tuple(p.shape) for name, p in self.parameters.items()}
+            wanted = engine_layout(architecture(hf), hf, self.parallel_config.world_size)[self.parallel_config.rank]
+        else:
+            self.staging = checkpoint_shapes(Path(self.model_config.model))
+            wanted = whole_tensors(self.staging)
+        expected, received = Counter(), Counter()
+        for piece in wanted:
+            expected[piece.local] += piece.box.numel
         for transfer in self.transfers:
-            received[transfer.tensor] += transfer.box.numel
-        for name, shape in self.shapes.items():
-            if received[name] != torch.Size(shape).numel():
-                raise ValueError(f"{REFUSED}: the plan brings {received[name]} elements of {name}{list(shape)}")
+            received[transfer.target_local] += transfer.box.numel
+        names = sorted(self.staging.keys() | expected.keys() | received.keys())
+        if wrong := [n for n in names if n not in self.staging or not 0 < expected[n] == received[n]]:
+            raise ValueError(
+                f"{REFUSED}: {len(wrong)} tensors of worker {self.parallel_config.rank} differ between its model, "
+                f"{self.model_config.model}, and the refit; the first is {wrong[0]}: {self.staging.get(wrong[0])} in "
+                f"the model, {expected[wrong[0]]} elements expected, {received[wrong[0]]} in the refit"
+            )
 
     def start_weight_update(self) -> None:
         """Staging is in host memory, where gloo writes; NaN shows what never came."""
-        self.staged: dict[str, Tensor] = {
-            name: torch.full(shape, torch.nan, dtype=self.dtype) for name, shape in self.shapes.items()
-        }
+        dtypes = {t.target_local: self.dtypes[t.tensor] for t in self.transfers}
+        self.staged: dict[str, Tensor] = {n: torch.zeros(s, dtype=dtypes[n]) for n, s in self.staging.items()}
+        for transfer in self.transfers:
+            self.staged[transfer.target_local][transfer.target_box.slices] = torch.nan
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class's, without its wait for an accelerator: the staged tensors are in host memory."""
@@ -98,40 +109,38 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises ValueError, beginning with REFUSED and naming a tensor, if one is not finite."""
-        execute(
-            self.transfers,
-            self.rank,
-            self.group,
-            {},
-            self.staged,
-            self.dtype,
-            timedelta(seconds=self.info.deadline_s),
-        )
-        for name, tensor in self.staged.items():
-            if not bool(torch.isfinite(tensor).all()):
-                count = int((~torch.isfinite(tensor)).sum())
+        limit = timedelta(seconds=self.info.deadline_s)
+        execute(self.transfers, self.rank, self.group, {}, self.staged, self.dtypes, limit)
+        for t in self.transfers:
+            part = self.staged[t.target_local][t.target_box.slices]
+            if not bool(torch.isfinite(part).all()):
+                count = int((~torch.isfinite(part)).sum())
                 self.staged = {}
                 raise ValueError(
-                    f"{REFUSED}: {count} of {tensor.numel()} elements of {name} are not finite; the policy has "
-                    "diverged, or a learner rank has sent memory that it never wrote"
+                    f"{REFUSED}: {count} of {part.numel()} elements of {t.tensor} for {t.target_local} are not finite; "
+                    "the policy has diverged, or a learner rank has sent memory that it never wrote"
                 )
 
     def finish_weight_update(self) -> None:
-        """vLLM's own layerwise reload, all layers in one bracket.
+        """All of the new weights take the places of the old ones.
 
         Raises:
-            RuntimeError: some parameter of the model got no weights, or others than those; the model is then unusable.
+            RuntimeError: vLLM's loaders gave some parameter no weights; the model is then unusable.
         """
+        if self.aligned:
+            for name, tensor in self.staged.items():
+                self.parameters[name].copy_(tensor)
+        else:
+            self._reload()
+        self.staged = {}
+
+    def _reload(self) -> None:
+        """vLLM's own layerwise reload, all layers in one bracket."""
         if self.device.type == "cpu":
             _unpack_experts(self.model)
         initialize_layerwise_reload(self.model)
         loaded = self.model.load_weights((name, tensor.to(self.device)) for name, tensor in self.staged.items())
         finalize_layerwise_reload(self.model, self.model_config)
-        if Settings.from_environment().kernels == "aligned":
-            from megatron_rlzero.invariance.vllm_checks import check_parameters  # stock servers never import it
-
-            check_parameters(self.model, read_config(self.model_config.model), self.staged.__getitem__)
-        self.staged = {}
         if missing := {name for name, _ in self.model.named_parameters()} - set(loaded):
             raise RuntimeError(f"no weights for {sorted(missing)[:5]} ({len(missing)} parameters); end this server")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from megatron_rlzero.architectures import architecture, read_config
+from megatron_rlzero.architectures.layouts import engine_layout
 
 #: classes of vLLM's layers that produce no value, or only copy: lookups, containers
 EXACT = frozenset(
@@ -80,23 +81,33 @@ def check_parameters(model: Module, hf: dict[str, Any], read: Callable[[str], Te
     Raises:
         RuntimeError: names the first parameter that the table lacks, or that differs, and the tensor.
     """
-    rules = architecture(hf).engine_parameters(hf)
-    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-    for name, parameter in _parameters(model).items():
-        if name not in rules:
-            raise RuntimeError(f"the family {hf['model_type']} has no rule for the engine's parameter {name}")
-        expert = ".experts." in name
-        for piece in rules[name].pieces(name, 0 if expert else rank, 1 if expert else size):
-            expected = read(piece.tensor)[piece.box.slices].to(parameter)
-            if not torch.equal(parameter[piece.local_box.slices], expected):
-                raise RuntimeError(f"the engine's parameter {name} differs from {piece.tensor}: it was loaded wrongly")
+    layout = engine_layout(architecture(hf), hf, get_tensor_model_parallel_world_size())
+    found = parameters(model)
+    checked = set()
+    for piece in layout[get_tensor_model_parallel_rank()]:
+        if piece.local not in found:
+            raise RuntimeError(f"the engine's model has no parameter {piece.local}, which the table of its family has")
+        parameter = found[piece.local]
+        expected = read(piece.tensor)[piece.box.slices].to(parameter)
+        if not torch.equal(parameter[piece.local_box.slices], expected):
+            raise RuntimeError(f"the engine's parameter {piece.local} differs from {piece.tensor}: it was loaded wrongly")
+        checked.add(piece.local)
+    if unknown := found.keys() - checked:
+        raise RuntimeError(f"the family {hf['model_type']} has no rule for the engine's parameter {min(unknown)}")
 
 
-def _parameters(model: Module) -> Mapping[str, Tensor]:
-    """Parameters by name; stacked experts one by one, with the expert's number in the whole model at the end."""
+def parameters(model: Module) -> dict[str, Tensor]:
+    """Parameters by name; stacked experts one by one, with the expert's number in the whole model at the end.
+
+    A tied output layer is the embedding, and not listed again.
+    """
     result: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
             if ".experts." not in name:
                 result[name] = parameter.data
                 continue

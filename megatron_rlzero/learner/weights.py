@@ -6,21 +6,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rlzero.architectures import Architecture
-from megatron_rlzero.architectures.rules import Rule
+from megatron_rlzero.architectures.layouts import Parallel, engine_layout, finest, learner_layout
 from megatron_rlzero.invariance.megatron import PolicyModel
-from megatron_rlzero.resharding.layout import Layout, Piece, whole_tensors
+from megatron_rlzero.resharding.layout import Layout, whole_tensors
 from megatron_rlzero.resharding.plan import plan
 from megatron_rlzero.resharding.transport import execute
 
@@ -34,27 +33,42 @@ class Weights:
     Attributes:
         layout: learner rank -> pieces it holds, the same on every rank.
         shapes: Hugging Face tensor -> shape, of the whole checkpoint.
+        dtypes: Hugging Face tensor -> dtype of the learner's parameter.
         finest: the whole model in the smallest boxes to which any tensor-parallel size up to the slices cuts it.
-        local: this rank's parameters by Megatron's local name.
+        local: this rank's parameters by Megatron's name, with layer and expert numbers of the whole model.
+
+    Raises:
+        RuntimeError: the model has other parameters than the architecture's table says.
     """
 
     def __init__(
         self, policy: PolicyModel, family: Architecture, hf: dict[str, Any], dtype: torch.dtype, slices: int
     ) -> None:
-        self.hf, self.dtype = hf, dtype
+        self.family, self.hf, self.dtype = family, hf, dtype
         self.shapes = family.tensors(hf)
-        self.local: dict[str, Tensor] = dict(policy.named_parameters())
-        rules = family.parameters(hf, slices)
-        names = {name: _global_name(name, policy) for name in self.local}
-        coordinates = (
-            names,
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
+        self.dtypes = dict.fromkeys(self.shapes, dtype)
+        self.local: dict[str, Tensor] = {_global_name(n, policy): p for n, p in policy.named_parameters()}
+        config = policy.config
+        parallel = Parallel(
+            dist.get_world_size(),
+            config.tensor_model_parallel_size,
+            config.pipeline_model_parallel_size,
+            config.expert_model_parallel_size,
+            config.expert_tensor_parallel_size,
         )
-        everyone: list[Any] = [None] * dist.get_world_size()
-        _all_gather_json(everyone, coordinates)
-        self.layout: Layout = {rank: list(_pieces(rules, *theirs)) for rank, theirs in enumerate(everyone)}
-        self.finest = [piece for name, rule in rules.items() for piece in _finest(name, rule, slices)]
+        self.layout = learner_layout(family, hf, parallel, slices)
+        expected = {piece.local for piece in self.layout[dist.get_rank()]}
+        if different := sorted(expected ^ self.local.keys()):
+            raise RuntimeError(f"rank {dist.get_rank()}: model and table of {hf['model_type']} differ in {different[:5]}")
+        self.finest = finest(family.parameters(hf, slices), slices)
+
+    def engine_layout(self, workers: int) -> Layout:
+        """What each worker of an aligned server keeps as its parameters."""
+        return engine_layout(self.family, self.hf, workers)
+
+    def whole_layout(self, workers: int) -> Layout:
+        """What each worker of a stock server needs, whose loaders take the checkpoint's tensors whole."""
+        return {worker: whole_tensors(self.shapes) for worker in range(workers)}
 
     def load(self, directory: str | Path) -> None:
         """Copies this rank's pieces from a Hugging Face directory, converting to the model's dtype.
@@ -77,7 +91,7 @@ class Weights:
         dtype = next(iter(source.values())).dtype
         target = {n: torch.empty(s, dtype=dtype) for n, s in self.shapes.items()} if dist.get_rank() == 0 else {}
         transfers = plan(self.layout, {0: whole_tensors(self.shapes)})
-        execute(transfers, dist.get_rank(), dist.group.WORLD, source, target, dtype)
+        execute(transfers, dist.get_rank(), dist.group.WORLD, source, target, dict.fromkeys(self.shapes, dtype))
         return target or None
 
     def export(self, directory: str | Path, origin: str | Path) -> None:
@@ -141,35 +155,6 @@ def _global_name(local: str, policy: PolicyModel) -> str:
     name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
     expert = re.fullmatch(r"(.*\.experts\.linear_fc[12]\.weight)(\d+)", name)
     return f"{expert[1]}{layer.mlp.local_expert_indices[int(expert[2])]}" if expert else name
-
-
-def _pieces(rules: dict, names: dict[str, str], rank: int, size: int) -> Iterator[Piece]:
-    for local, name in names.items():
-        if name not in rules:
-            raise ValueError(f"the architecture has no rule for the parameter {name}")
-        # Experts are never split by tensor parallelism.
-        yield from rules[name].pieces(local, 0, 1) if ".experts." in name else rules[name].pieces(local, rank, size)
-
-
-def _finest(name: str, rule: Rule, slices: int) -> list[Piece]:
-    size = 1 if ".experts." in name else slices
-    while True:
-        try:
-            return [piece for rank in range(size) for piece in rule.pieces(name, rank, size)]
-        except ValueError:  # no tensor-parallel size above the number of KV heads, for one
-            size //= 2
-
-
-def _all_gather_json(out: list[Any], value: Any) -> None:
-    """all_gather of small values as JSON: no pickle crosses the network."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in out]
-    dist.all_gather(sizes, torch.tensor([len(data)]))
-    longest = int(max(sizes))
-    parts = [torch.empty(longest, dtype=torch.uint8) for _ in out]
-    dist.all_gather(parts, torch.nn.functional.pad(data, (0, longest - len(data))))
-    for i, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-        out[i] = json.loads(bytes(part[: int(size)].tolist()))
 
 
 def _write_shards(directory: Path, tensors: dict[str, Tensor]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """A half-open hyper-rectangle: ``start[d] <= index[d] < stop[d]`` in every dimension ``d``."""
 
     start: tuple[int, ...]
@@ -56,17 +55,18 @@ class Box:
             start[d], stop[d] = other.start[d], other.stop[d]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """``box`` of the Hugging Face tensor ``tensor`` lies at ``local_box`` of the rank's own tensor ``local``.
 
-    Both boxes have the same shape.
+    Both boxes have the same shape. ``transform`` names the elementwise function, one of transport.TRANSFORMS, of which
+    the rank keeps the values; such a piece can be written and not read.
     """
 
     tensor: str
     box: Box
     local: str
     local_box: Box
+    transform: str | None = None
 
 
 #: rank -> the pieces it holds
@@ -76,3 +76,21 @@ Layout = dict[int, list[Piece]]
 def whole_tensors(shapes: dict[str, tuple[int, ...]]) -> list[Piece]:
     """The pieces of a rank that holds every tensor whole, under its Hugging Face name."""
     return [Piece(name, Box.whole(shape), name, Box.whole(shape)) for name, shape in shapes.items()]
+
+
+def overlapping(pieces: Iterable[Piece]) -> tuple[Piece, Piece] | None:
+    """Two pieces that would write the same element of a local tensor, if there are any."""
+    by_local: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_local.setdefault(piece.local, []).append(piece)
+    for group in by_local.values():
+        if len(group) == 1:
+            continue
+        group.sort(key=lambda piece: piece.local_box)
+        for i, piece in enumerate(group):
+            for other in group[i + 1 :]:
+                if other.local_box.start[0] >= piece.local_box.stop[0]:
+                    break
+                if piece.local_box.intersect(other.local_box) is not None:
+                    return piece, other
+    return None

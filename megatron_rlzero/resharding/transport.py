@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import groupby
 
@@ -14,21 +15,29 @@ from megatron_rlzero.resharding.plan import Transfer
 
 #: Transfers between two ranks are packed into messages of at most this many bytes (one box never splits).
 MESSAGE_BYTES = 64 * 2**20
+#: Messages that one rank has under way at a time: while one travels the next is packed.
+WINDOW = 2
+#: Elementwise functions whose values a layout may keep in the place of a tensor's, computed in fp32.
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"negative_exp": lambda x: -x.exp()}
 
 
-def messages(transfers: Sequence[Transfer], itemsize: int) -> Iterator[list[Transfer]]:
-    """Packs transfers of one (source, target) pair together, in plan order, up to MESSAGE_BYTES each."""
+def messages(
+    transfers: Sequence[Transfer], dtypes: Mapping[str, torch.dtype]
+) -> Iterator[tuple[int, list[Transfer]]]:
+    """Packs transfers of one (source, target) pair together, in plan order, up to MESSAGE_BYTES each; numbered."""
     pair = lambda t: (t.source, t.target)  # noqa: E731
+    number = 0
     for _, group in groupby(sorted(transfers, key=pair), key=pair):
         bucket, size = [], 0
         for transfer in group:
-            nbytes = transfer.box.numel * itemsize
+            nbytes = transfer.box.numel * dtypes[transfer.tensor].itemsize
             if bucket and size + nbytes > MESSAGE_BYTES:
-                yield bucket
-                bucket, size = [], 0
+                yield number, bucket
+                bucket, size, number = [], 0, number + 1
             bucket.append(transfer)
             size += nbytes
-        yield bucket
+        yield number, bucket
+        number += 1
 
 
 def execute(
@@ -37,48 +46,87 @@ def execute(
     group: ProcessGroup | None,
     source: Mapping[str, Tensor],
     target: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     timeout: timedelta = timedelta(minutes=10),
 ) -> None:
     """Carries out this rank's part of a plan; ranks are those of ``group``, and every rank calls it.
 
     Args:
-        source: local tensor name -> tensor, for what this rank sends (dtype ``dtype``).
+        source: local tensor name -> tensor, for what this rank sends.
         target: local tensor name -> tensor, for what this rank receives; written in place.
-        dtype: element type on the wire; both sides hold it, nothing is converted.
+        dtypes: of every Hugging Face tensor; both sides hold it so, nothing is converted on the way.
         timeout: for each message.
 
-    Messages go one after the other in one global order, so that no two ranks can wait for each other.
+    Every rank takes its messages in one global order, WINDOW at a time: the first that is not through has both its
+    ends at it, so that no ranks can wait for each other in a circle.
 
     Raises:
         TypeError: a tensor of another dtype, named.
         RuntimeError: from the process group, when a peer is gone or the deadline has passed.
     """
-    for bucket in messages(transfers, dtype.itemsize):
+    under_way: deque[Callable[[], None]] = deque()
+    for number, bucket in messages(transfers, dtypes):
         sender, receiver = bucket[0].source, bucket[0].target
         if rank == sender == receiver:
             for t in bucket:
-                _view(target, t.target_local, t.target_box.slices, dtype).copy_(
-                    _view(source, t.source_local, t.source_box.slices, dtype)
-                )
-        elif rank == sender:
-            parts = [_view(source, t.source_local, t.source_box.slices, dtype).reshape(-1) for t in bucket]
-            _wait(group.send([torch.cat(parts)], receiver, 0), timeout)
-        elif rank == receiver:
-            flat = torch.empty(
-                sum(t.box.numel for t in bucket), dtype=dtype, device=target[bucket[0].target_local].device
-            )
-            _wait(group.recv([flat], sender, 0), timeout)
-            for t, part in zip(bucket, flat.split([t.box.numel for t in bucket]), strict=True):
-                _view(target, t.target_local, t.target_box.slices, dtype).copy_(part.view(t.box.shape))
+                _write(t, _sent(t, source, dtypes), target, dtypes)
+            continue
+        if rank not in (sender, receiver):
+            continue
+        if len(under_way) == WINDOW:
+            under_way.popleft()()
+        start = _send if rank == sender else _receive
+        under_way.append(start(bucket, group, number, source if rank == sender else target, dtypes, timeout))
+    while under_way:
+        under_way.popleft()()
 
 
-def _view(tensors: Mapping[str, Tensor], name: str, index: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
+def _send(bucket, group, number, source, dtypes, timeout) -> Callable[[], None]:
+    parts = [_bytes(_sent(t, source, dtypes)) for t in bucket]
+    data = parts[0] if len(parts) == 1 else torch.cat(parts)
+    work = group.send([data], bucket[0].target, number)
+
+    def finish(_keep: Tensor = data) -> None:
+        work.wait(timeout)
+
+    return finish
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # one element of a larger tensor counts as contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def _receive(bucket, group, number, target, dtypes, timeout) -> Callable[[], None]:
+    sizes = [t.box.numel * dtypes[t.tensor].itemsize for t in bucket]
+    data = torch.empty(sum(sizes), dtype=torch.uint8, device=target[bucket[0].target_local].device)
+    work = group.recv([data], bucket[0].source, number)
+
+    def finish() -> None:
+        work.wait(timeout)
+        for t, part in zip(bucket, data.split(sizes), strict=True):
+            # A message packs tensors of several dtypes: a part may start where its own dtype does not.
+            dtype = dtypes[t.tensor]
+            aligned = part if part.storage_offset() % dtype.itemsize == 0 else part.clone()
+            _write(t, aligned.view(dtype).view(t.box.shape), target, dtypes)
+
+    return finish
+
+
+def _sent(t: Transfer, source: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Tensor:
+    return _view(source, t.source_local, t, dtypes)[t.source_box.slices]
+
+
+def _write(t: Transfer, value: Tensor, target: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    if t.transform is not None:
+        value = TRANSFORMS[t.transform](value.float())
+    _view(target, t.target_local, t, dtypes)[t.target_box.slices].copy_(value)
+
+
+def _view(tensors: Mapping[str, Tensor], name: str, t: Transfer, dtypes: Mapping[str, torch.dtype]) -> Tensor:
     tensor = tensors[name]
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} is {tensor.dtype}, but the transfer carries {dtype}")
-    return tensor.detach()[index]
-
-
-def _wait(work: torch.distributed.Work, timeout: timedelta) -> None:
-    work.wait(timeout)
+    if tensor.dtype != dtypes[t.tensor]:
+        raise TypeError(f"{name} is {tensor.dtype}, but the transfer carries {dtypes[t.tensor]}")
+    return tensor.detach()

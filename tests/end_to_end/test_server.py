@@ -9,7 +9,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from megatron_rlzero.architectures import architecture, read_config
+from megatron_rlzero.architectures.layouts import engine_layout
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation import http, requests
 from megatron_rlzero.generation.engine import RolloutEngine
@@ -65,10 +69,18 @@ def weights(directories: list[Path]) -> list[Weights]:
     return [load_file(path / "model.safetensors") for path in directories]
 
 
-def make_refit(engine: RolloutEngine, weights: Weights, deadline_s: float = 30.0) -> Refit:
+def make_refit(engine: RolloutEngine, weights: Weights, deadline_s: float = 30.0, **settings: int) -> Refit:
+    """From one rank that holds ``weights``; ``settings`` differ from the model that the server has."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     servers = [(server.name, server.url, server.workers) for server in engine.servers]
-    return Refit(servers, 0, 1, {0: whole_tensors(shapes)}, shapes, torch.float32, None, deadline_s)
+    target = engine_layout_of(engine.config.model.path, **settings)
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    return Refit(servers, 0, 1, {0: whole_tensors(shapes)}, target, dtypes, None, deadline_s)
+
+
+def engine_layout_of(directory: str | Path, **settings: int) -> Callable[[int], Layout]:
+    hf = read_config(directory) | settings
+    return partial(engine_layout, architecture(hf), hf)
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +181,12 @@ def test_bad_weights_leave_the_old_ones(engine: RolloutEngine, refit: Refit, wei
     with pytest.raises(RuntimeError, match=r"refused the weights: 1 of .* of model.layers.1.mlp.experts.2.up_proj"):
         refit.push(poisoned, 1000)
     without = {key: tensor for key, tensor in weights[1].items() if key != name}
-    with pytest.raises(RuntimeError, match=r"refused the weights: 1 tensors differ .*experts.2.up_proj"):
+    with pytest.raises(ValueError, match=r"no source rank holds .*experts.2.up_proj"):
         make_refit(engine, without)
-    wrong = {**weights[1], name: weights[1][name][:5]}
-    with pytest.raises(RuntimeError, match=r"refused the weights: 1 tensors differ .*experts.2.up_proj"):
-        make_refit(engine, wrong)
+    with pytest.raises(RuntimeError, match=r"refused the weights: 16 tensors of worker 0 differ .*w13_weight.0"):
+        make_refit(engine, weights[1], moe_intermediate_size=32)
+    with pytest.raises(RuntimeError, match=r"refused the weights: 6 tensors of worker 0 differ .*experts.*\.3"):
+        make_refit(engine, weights[1], num_experts=3)
     assert version(engine) == number
     for old, now in zip(before, generate(engine, 20), strict=True):
         assert old.tokens.tolist() == now.tokens.tolist()
@@ -190,11 +203,12 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from megatron_rlzero.generation.refit import Refit
 sys.path.insert(0, sys.argv[1])
-from test_server import halves, local_half
+from test_server import engine_layout_of, halves, local_half
 weights = load_file(sys.argv[2])
 shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
 store = TCPStore("127.0.0.1", int(sys.argv[3]), 2, False)
-refit = Refit([], 1, 2, halves(shapes), shapes, torch.float32, store, 30.0)
+dtypes = dict.fromkeys(shapes, torch.float32)
+refit = Refit([], 1, 2, halves(shapes), engine_layout_of(sys.argv[5]), dtypes, store, 30.0)
 mine = local_half(weights, 1)
 refit.push(mine, int(sys.argv[4]))
 bad = {name: tensor.clone() for name, tensor in mine.items()}
@@ -238,9 +252,10 @@ def test_refit_from_two_ranks(
     script.write_text(RANK_1)
     number = int(version(engine)) + 1
     file = directories[0] / "model.safetensors"
-    arguments = [str(Path(__file__).parent), str(file), str(store.port), str(number)]
+    arguments = [str(Path(__file__).parent), str(file), str(store.port), str(number), str(directories[0])]
     other = subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
-    refit = Refit(servers, 0, 2, halves(shapes), shapes, torch.float32, store, 30.0)
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    refit = Refit(servers, 0, 2, halves(shapes), engine_layout_of(directories[0]), dtypes, store, 30.0)
     stats = refit.push(local_half(weights[0], 0), number)
     assert stats.bytes == sum(tensor.numel() * 4 for tensor in weights[0].values())
     assert version(engine) == str(number)

@@ -89,6 +89,7 @@ def layout_of(random, shapes, ranks, copies):
     return layout, local
 
 
+FP32 = dict.fromkeys("abcd", torch.float32)
 SHAPES = {"a": (6, 7), "b": (11,), "c": (3, 4, 5)}
 
 
@@ -184,6 +185,26 @@ def test_missing_elements_are_named():
     assert plan({0: [half]}, {7: [half]})
 
 
+def test_two_pieces_for_one_element_are_refused():
+    top, bottom = Box((0, 0), (3, 4)), Box((2, 0), (4, 4))
+    twice = [Piece("a", top, "x", top), Piece("a", bottom, "x", bottom)]
+    with pytest.raises(ValueError, match=r"target rank 5 would write a\[0, 0\]:\[3, 4\] and a\[2, 0\]:\[4, 4\] .*of x"):
+        plan({0: whole("a")}, {5: twice})
+    apart = [twice[0], Piece("a", bottom, "y", bottom)]
+    assert plan({0: whole("a")}, {5: apart})
+
+
+def test_a_target_may_keep_a_function_of_the_values():
+    """vLLM keeps A = -exp(A_log)."""
+    box = Box.whole((4, 4))
+    kept = [Piece("a", box, "A", box, "negative_exp")]
+    source, target = {"a": torch.randn(4, 4)}, {"A": torch.zeros(4, 4)}
+    transport.execute(plan({0: whole("a")}, {0: kept}), 0, None, source, target, FP32)
+    assert torch.equal(target["A"], -source["a"].exp())
+    with pytest.raises(ValueError, match=r"source rank 3 keeps negative_exp of a.* cannot be sent"):
+        plan({3: kept}, {0: whole("a")})
+
+
 def on_ranks(size, f):
     """f(rank, gloo group) on one thread per rank; results by rank, the first error raised."""
     store, results, errors = HashStore(), {}, []
@@ -223,7 +244,7 @@ def test_transport_over_gloo(monkeypatch, message_bytes, dtype):
         # Not contiguous, and a parameter: as a learner may hold them.
         mine = {n: torch.nn.Parameter(t.mT.contiguous().mT if t.dim() > 1 else t) for n, t in mine.items()}
         out = {n: torch.full(s, torch.nan, dtype=dtype) for n, s in target_local[rank].items()}
-        transport.execute(transfers, rank, group, mine, out, dtype, timedelta(seconds=20))
+        transport.execute(transfers, rank, group, mine, out, dict.fromkeys(SHAPES, dtype), timedelta(seconds=20))
         return out
 
     found = on_ranks(3, rank_part)
@@ -234,7 +255,7 @@ def test_transport_over_gloo(monkeypatch, message_bytes, dtype):
 
 def test_messages_are_packed_up_to_the_limit(monkeypatch):
     transfers = plan({0: whole("a", "b", "c", "d")}, {1: whole("a", "b", "c", "d"), 2: whole("a")})
-    sizes = lambda: [[t.tensor for t in m] for m in transport.messages(transfers, 4)]  # noqa: E731
+    sizes = lambda: [[t.tensor for t in m] for _, m in transport.messages(transfers, FP32)]  # noqa: E731
     assert sizes() == [["a", "b", "c", "d"], ["a"]]
     monkeypatch.setattr(transport, "MESSAGE_BYTES", 128)
     assert sizes() == [["a", "b"], ["c", "d"], ["a"]]
@@ -246,7 +267,7 @@ def test_messages_are_packed_up_to_the_limit(monkeypatch):
 def test_one_rank_copies_without_a_group():
     target = {"a": torch.zeros(4, 4)}
     source = {"a": torch.randn(4, 4)}
-    transport.execute(plan({0: whole("a")}, {0: whole("a")}), 0, None, source, target, torch.float32)
+    transport.execute(plan({0: whole("a")}, {0: whole("a")}), 0, None, source, target, FP32)
     assert torch.equal(target["a"], source["a"])
 
 
@@ -255,7 +276,7 @@ def test_another_dtype_is_refused_by_name():
     good, bad = {"a": torch.zeros(4, 4)}, {"a": torch.zeros(4, 4, dtype=torch.bfloat16)}
     for source, target in ((bad, good), (good, bad)):
         with pytest.raises(TypeError, match=r"a is torch\.bfloat16, but the transfer carries torch\.float32"):
-            transport.execute(transfers, 0, None, source, target, torch.float32)
+            transport.execute(transfers, 0, None, source, target, FP32)
 
 
 def test_a_peer_that_never_sends_is_noticed():
@@ -265,7 +286,7 @@ def test_a_peer_that_never_sends_is_noticed():
         if rank == 1:
             with pytest.raises(RuntimeError):
                 transport.execute(
-                    transfers, 1, group, {}, {"a": torch.zeros(4, 4)}, torch.float32, timedelta(seconds=0.3)
+                    transfers, 1, group, {}, {"a": torch.zeros(4, 4)}, FP32, timedelta(seconds=0.3)
                 )
             return "refused"
 
