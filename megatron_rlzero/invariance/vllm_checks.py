@@ -81,9 +81,11 @@ def check_parameters(model: Module, hf: dict[str, Any], read: Callable[[str], Te
     Raises:
         RuntimeError: names the first parameter that the table lacks, or that differs, and the tensor.
     """
-    layout = engine_layout(architecture(hf), hf, get_tensor_model_parallel_world_size())
+    family = architecture(hf)
+    layout = engine_layout(family, hf, get_tensor_model_parallel_world_size())
     found = parameters(model)
-    checked = set()
+    if unknown := found.keys() - family.engine_parameters(hf).keys():
+        raise RuntimeError(f"the family {hf['model_type']} has no rule for the engine's parameter {min(unknown)}")
     for piece in layout[get_tensor_model_parallel_rank()]:
         if piece.local not in found:
             raise RuntimeError(f"the engine's model has no parameter {piece.local}, which the table of its family has")
@@ -91,9 +93,6 @@ def check_parameters(model: Module, hf: dict[str, Any], read: Callable[[str], Te
         expected = read(piece.tensor)[piece.box.slices].to(parameter)
         if not torch.equal(parameter[piece.local_box.slices], expected):
             raise RuntimeError(f"the engine's parameter {piece.local} differs from {piece.tensor}: it was loaded wrongly")
-        checked.add(piece.local)
-    if unknown := found.keys() - checked:
-        raise RuntimeError(f"the family {hf['model_type']} has no rule for the engine's parameter {min(unknown)}")
 
 
 def parameters(model: Module) -> dict[str, Tensor]:

@@ -57,10 +57,12 @@ class Weights:
             config.expert_tensor_parallel_size,
         )
         self.layout = learner_layout(family, hf, parallel, slices)
-        expected = {piece.local for piece in self.layout[dist.get_rank()]}
-        if different := sorted(expected ^ self.local.keys()):
+        rules = family.parameters(hf, slices)
+        # Rows of the vocabulary that are all padding are in no piece.
+        absent = {piece.local for piece in self.layout[dist.get_rank()]} - self.local.keys()
+        if different := sorted(absent | (self.local.keys() - rules.keys())):
             raise RuntimeError(f"rank {dist.get_rank()}: model and table of {hf['model_type']} differ in {different[:5]}")
-        self.finest = finest(family.parameters(hf, slices), slices)
+        self.finest = finest(rules, slices)
 
     def engine_layout(self, workers: int) -> Layout:
         """What each worker of an aligned server keeps as its parameters."""
