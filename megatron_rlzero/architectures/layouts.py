@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from megatron_rlzero.architectures import Architecture
 
 
+_TRAILING = re.compile(r"\d+$")
+
+
 class Coordinates(NamedTuple):
     """A rank's place in Megatron's groups."""
 
@@ -78,9 +81,7 @@ def learner_layout(family: Architecture, hf: dict[str, Any], parallel: Parallel,
     """
     rules = family.parameters(hf, slices)
     stages = parallel.pipeline_model_parallel_size
-    stage_of_layer = [
-        s for s, part in enumerate(family.layer_pattern(hf, stages).split("|")) for _ in range(len(part))
-    ]
+    stage_of_layer = [s for s, part in enumerate(family.layer_pattern(hf, stages).split("|")) for _ in range(len(part))]
     experts = _experts(rules)
     if experts % parallel.expert_model_parallel_size:
         raise ValueError(
@@ -141,7 +142,7 @@ def engine_layout(family: Architecture, hf: dict[str, Any], tensor_parallel_size
 
 def expert_number(name: str) -> int | None:
     """The number in the whole model that ends the name of a routed expert's parameter; None for other parameters."""
-    return int(re.search(r"\d+$", name)[0]) if ".experts." in name else None
+    return int(_TRAILING.search(name)[0]) if ".experts." in name else None
 
 
 def _experts(rules: dict[str, Rule]) -> int:

@@ -79,6 +79,7 @@ class TorchDistReader:
         metadata = read_index(self.directory / INDEX)
         self.chunks: dict[str, Chunk] = {}
         self.objects: list[str] = []
+        self._mapped: tuple[str, mmap.mmap | None] = ("", None)
         faults, needed = [], dict[str, int]()
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
@@ -97,19 +98,29 @@ class TorchDistReader:
             raise CheckpointError(*faults)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Reads a chunk into memory."""
+        """A chunk, mapped: reading it takes no memory of its own."""
         chunk = self.chunks[name]
-        with open(self.directory / chunk.file, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        window = memoryview(mapped)[chunk.offset : chunk.offset + chunk.length]
+        window = memoryview(self._map(chunk.file))[chunk.offset : chunk.offset + chunk.length]
         try:
-            tensor = torch.load(_Window(window), map_location="cpu", weights_only=True)
+            # On "meta" torch.load says where in the file the values are, and does not read them.
+            saved = torch.load(_Window(window), map_location="meta", weights_only=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise CheckpointError(f"{self.directory / chunk.file}: {name} is damaged ({error})") from None
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.box.shape or tensor.dtype != chunk.dtype:
-            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not isinstance(saved, Tensor) or tuple(saved.shape) != chunk.box.shape or saved.dtype != chunk.dtype:
+            found = f"{saved.dtype} {list(saved.shape)}" if isinstance(saved, Tensor) else type(saved).__name__
             raise CheckpointError(f"{name}: found {found}, {INDEX} says {chunk.dtype} {list(chunk.box.shape)}")
-        return tensor
+        storage = saved.untyped_storage()
+        count = storage.nbytes() // chunk.dtype.itemsize
+        values = torch.frombuffer(window, dtype=chunk.dtype, count=count, offset=storage._checkpoint_offset)
+        return values.as_strided(saved.shape, saved.stride(), saved.storage_offset())
+
+    def _map(self, file: str) -> mmap.mmap:
+        if self._mapped[0] != file:  # one file at a time: those that read go through them in order
+            with open(self.directory / file, "rb") as opened:
+                # private and writable, for torch warns of memory that cannot be written
+                access = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+                self._mapped = (file, mmap.mmap(opened.fileno(), 0, **access))
+        return self._mapped[1]
 
 
 def read_index(path: Path) -> Metadata:

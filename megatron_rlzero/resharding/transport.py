@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import groupby
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_rlzero.resharding.messages import messages
 from megatron_rlzero.resharding.plan import Transfer
 
-#: Transfers between two ranks are packed into messages of at most this many bytes (one box never splits).
-MESSAGE_BYTES = 64 * 2**20
 #: Messages that one rank has under way at a time: while one travels the next is packed.
 WINDOW = 2
 #: Elementwise functions whose values a layout may keep in the place of a tensor's, computed in fp32.
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {"negative_exp": lambda x: -x.exp()}
-
-
-def messages(
-    transfers: Sequence[Transfer], dtypes: Mapping[str, torch.dtype]
-) -> Iterator[tuple[int, list[Transfer]]]:
-    """Packs transfers of one (source, target) pair together, in plan order, up to MESSAGE_BYTES each; numbered."""
-    pair = lambda t: (t.source, t.target)  # noqa: E731
-    number = 0
-    for _, group in groupby(sorted(transfers, key=pair), key=pair):
-        bucket, size = [], 0
-        for transfer in group:
-            nbytes = transfer.box.numel * dtypes[transfer.tensor].itemsize
-            if bucket and size + nbytes > MESSAGE_BYTES:
-                yield number, bucket
-                bucket, size, number = [], 0, number + 1
-            bucket.append(transfer)
-            size += nbytes
-        yield number, bucket
-        number += 1
 
 
 def execute(
@@ -65,7 +44,7 @@ def execute(
         RuntimeError: from the process group, when a peer is gone or the deadline has passed.
     """
     under_way: deque[Callable[[], None]] = deque()
-    for number, bucket in messages(transfers, dtypes):
+    for number, bucket in messages(transfers, {name: dtype.itemsize for name, dtype in dtypes.items()}):
         sender, receiver = bucket[0].source, bucket[0].target
         if rank == sender == receiver:
             for t in bucket:

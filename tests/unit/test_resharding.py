@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
-from megatron_rlzero.resharding import transport
+from megatron_rlzero.resharding import messages, transport
 from megatron_rlzero.resharding.layout import Box, Piece, whole_tensors
 from megatron_rlzero.resharding.plan import plan
 
@@ -228,7 +228,7 @@ def on_ranks(size, f):
 @pytest.mark.parametrize("message_bytes", [1, 100, 2**26])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_transport_over_gloo(monkeypatch, message_bytes, dtype):
-    monkeypatch.setattr(transport, "MESSAGE_BYTES", message_bytes)
+    monkeypatch.setattr(messages, "MESSAGE_BYTES", message_bytes)
     random = np.random.default_rng(1)
     source, source_local = layout_of(random, SHAPES, 2, 1)
     target, target_local = layout_of(random, SHAPES, 3, 2)
@@ -255,13 +255,13 @@ def test_transport_over_gloo(monkeypatch, message_bytes, dtype):
 
 def test_messages_are_packed_up_to_the_limit(monkeypatch):
     transfers = plan({0: whole("a", "b", "c", "d")}, {1: whole("a", "b", "c", "d"), 2: whole("a")})
-    sizes = lambda: [[t.tensor for t in m] for _, m in transport.messages(transfers, FP32)]  # noqa: E731
+    sizes = lambda: [[t.tensor for t in m] for _, m in messages.messages(transfers, dict.fromkeys("abcd", 4))]  # noqa: E731
     assert sizes() == [["a", "b", "c", "d"], ["a"]]
-    monkeypatch.setattr(transport, "MESSAGE_BYTES", 128)
+    monkeypatch.setattr(messages, "MESSAGE_BYTES", 128)
     assert sizes() == [["a", "b"], ["c", "d"], ["a"]]
-    monkeypatch.setattr(transport, "MESSAGE_BYTES", 127)
+    monkeypatch.setattr(messages, "MESSAGE_BYTES", 127)
     assert sizes() == [["a"], ["b"], ["c"], ["d"], ["a"]]
-    assert list(transport.messages([], 4)) == []
+    assert list(messages.messages([], {})) == []
 
 
 def test_one_rank_copies_without_a_group():
@@ -285,9 +285,7 @@ def test_a_peer_that_never_sends_is_noticed():
     def rank_part(rank, group):
         if rank == 1:
             with pytest.raises(RuntimeError):
-                transport.execute(
-                    transfers, 1, group, {}, {"a": torch.zeros(4, 4)}, FP32, timedelta(seconds=0.3)
-                )
+                transport.execute(transfers, 1, group, {}, {"a": torch.zeros(4, 4)}, FP32, timedelta(seconds=0.3))
             return "refused"
 
     assert on_ranks(2, rank_part)[1] == "refused"

@@ -1,0 +1,28 @@
+"""Packs a plan's transfers into messages: few of them, each of bounded size, in one order that all ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from megatron_rlzero.resharding.plan import Transfer
+
+#: Transfers between two ranks are packed into messages of at most this many bytes (one box never splits).
+MESSAGE_BYTES = 64 * 2**20
+
+
+def messages(transfers: Sequence[Transfer], itemsizes: Mapping[str, int]) -> Iterator[tuple[int, list[Transfer]]]:
+    """(number, transfers of one (source, target) pair in plan order) each; bytes per element by tensor."""
+    pair = lambda t: (t.source, t.target)  # noqa: E731
+    number = 0
+    for _, group in groupby(sorted(transfers, key=pair), key=pair):
+        bucket, size = [], 0
+        for transfer in group:
+            nbytes = transfer.box.numel * itemsizes[transfer.tensor]
+            if bucket and size + nbytes > MESSAGE_BYTES:
+                yield number, bucket
+                bucket, size, number = [], 0, number + 1
+            bucket.append(transfer)
+            size += nbytes
+        yield number, bucket
+        number += 1
