@@ -17,7 +17,13 @@ RESERVED_ENGINE_ARGS = (
     "logits-processors",
     "weight-transfer-config",
     "tensor-parallel-size",
+    "middleware",
 )
+#: flags of vLLM for what is not supported, and what to do instead
+REFUSED_ENGINE_ARGS = {
+    "data-parallel-size": "start more servers with rollout.servers",
+    "pipeline-parallel-size": "raise rollout.tensor_model_parallel_size",
+}
 
 
 @dataclass
@@ -79,7 +85,9 @@ class RolloutConfig:
     servers: int = 1
     """vLLM servers to start as child processes; ignored where urls are given."""
     urls: list[str] = field(default_factory=list)
-    """Attach to running servers instead, http://host:port each."""
+    """Attach to running servers instead, http://host:port each; megatron-rlzero serve starts one."""
+    token_file: str = ""
+    """File with the secret that servers ask for; servers beyond loopback need one. Readable by its owner alone."""
     port: int = 0
     """First port for started servers, on loopback; 0 takes free ones."""
     tensor_model_parallel_size: int = 1
@@ -107,6 +115,8 @@ class RolloutConfig:
 class Refit:
     every: int = 1
     """Versions between two refits of the servers; at most loop.max_lag + 1."""
+    interface: str = "lo"
+    """Network interface over which weights go; lo is this machine alone. The same name on every node."""
     deadline_s: float = 120.0
     """A server that has not taken the weights by then is detached."""
 

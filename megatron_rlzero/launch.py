@@ -17,10 +17,15 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def launched_here() -> bool:
+    """Whether ``launch`` started this rank, and not torchrun."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN)
+
+
 def launcher() -> int:
     """Process id of the launcher of this rank; also where it has died before this call."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return int(name.removeprefix(RUN).split("-")[0]) if name.startswith(RUN) else os.getppid()
+    return int(name.removeprefix(RUN).split("-")[0]) if launched_here() else os.getppid()
 
 
 def launch(arguments: Sequence[str], world_size: int) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_rlzero import preflight
 from megatron_rlzero.advantage import ADVANTAGES, GROUPED
-from megatron_rlzero.config import RESERVED_ENGINE_ARGS, Config
+from megatron_rlzero.config import REFUSED_ENGINE_ARGS, RESERVED_ENGINE_ARGS, Config
 from megatron_rlzero.config_io import Findings, Parsed, line, parse
 from megatron_rlzero.environments import KINDS
 
@@ -88,25 +89,29 @@ class ConfigError(ValueError):
         self.violations = list(violations)
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, starting: bool = True) -> Config:
+def load(
+    path: str | Path, overrides: Sequence[str] = (), *, starting: bool = True, weights: bool = True
+) -> Config:
     """The configuration of a YAML file with ``section.key=value`` overrides, checked.
 
     Args:
         path: YAML file; ``${section.key}`` refers to another key.
         overrides: applied in their order.
-        starting: see ``validate``.
+        starting, weights: see ``validate``.
 
     Raises:
         ConfigError: with every violation, those of reading the file included.
     """
     parsed = parse(path, overrides)
-    violations = _violations(parsed, starting, os.environ)
+    violations = _violations(parsed, starting, os.environ, weights)
     if violations:
         raise ConfigError(violations)
     return parsed.config
 
 
-def validate(config: Config, *, starting: bool = True, environ: Mapping[str, str] = os.environ) -> list[str]:
+def validate(
+    config: Config, *, starting: bool = True, environ: Mapping[str, str] = os.environ, weights: bool = True
+) -> list[str]:
     """Every violation, one line each; empty if the configuration can run.
 
     Args:
@@ -115,18 +120,19 @@ def validate(config: Config, *, starting: bool = True, environ: Mapping[str, str
             imports reasoning-gym, seconds), free ports, a run directory without a run. The launcher does; a process
             of a running run, or a command that only reads, does not.
         environ: where torch's elastic launcher leaves WORLD_SIZE.
+        weights: whether model.path needs more than its config.json.
     """
-    return _violations(Parsed(config), starting, environ)
+    return _violations(Parsed(config), starting, environ, weights)
 
 
-def _violations(parsed: Parsed, starting: bool, environ: Mapping[str, str]) -> list[str]:
+def _violations(parsed: Parsed, starting: bool, environ: Mapping[str, str], weights: bool) -> list[str]:
     findings = Findings(parsed)
     _ranges(findings)
     _layout(findings, environ)
     _slices(findings)
     _batch(findings)
     _rollout(findings)
-    preflight.check_model(findings)
+    preflight.check_model(findings, weights)
     if starting:
         preflight.check_environment(findings)
         preflight.check_ports(findings)
@@ -251,16 +257,34 @@ def _rollout(f: Findings) -> None:
             )
     if f.usable("rollout.engine_args"):
         for name, value in c.engine_args.items():
-            if name.replace("_", "-") in RESERVED_ENGINE_ARGS:
-                key = f"rollout.engine_args.{name}"
+            flag, key = name.replace("_", "-"), f"rollout.engine_args.{name}"
+            if flag in RESERVED_ENGINE_ARGS:
                 f.lines.append(line(key, value, "this flag is set by the project", "remove it"))
+            elif flag in REFUSED_ENGINE_ARGS:
+                f.lines.append(line(key, value, "not supported", f"remove it and {REFUSED_ENGINE_ARGS[flag]}"))
+    preflight.check_network(f)
     if not f.usable("rollout.urls"):
         return
+    beyond: list[str] = []
     for index, url in enumerate(c.urls):
         if not _is_server_url(url):
             f.lines.append(line(f"rollout.urls[{index}]", url, "not the address of a server", "write http://host:port"))
         elif url.rstrip("/") in [other.rstrip("/") for other in c.urls[:index]]:
             f.lines.append(line(f"rollout.urls[{index}]", url, "listed twice", "remove one"))
+        elif not is_loopback(urlsplit(url).hostname):
+            beyond.append(url)
+    if beyond and f.usable("rollout.token_file") and not c.token_file:
+        f.add("rollout.token_file", f"{beyond[0]} is not on this machine's loopback", "name the file with its secret")
+    if beyond and f.usable("refit.interface") and f.config.refit.interface == "lo":
+        f.add("refit.interface", f"{beyond[0]} cannot be reached over it", "name the network interface to it")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the name of a host is this machine's loopback."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _is_server_url(url: str) -> bool:

@@ -24,7 +24,7 @@ import numpy as np
 from megatron_rlzero import environments
 from megatron_rlzero.config import Config
 from megatron_rlzero.environments.prompts import decode_response, encode_prompt, load_tokenizer
-from megatron_rlzero.generation import requests
+from megatron_rlzero.generation import http, requests, token
 from megatron_rlzero.generation.grading import Graders
 from megatron_rlzero.generation.schedule import Prompt, prompts_of_update
 from megatron_rlzero.rollout import Rollout
@@ -62,7 +62,7 @@ class Client:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # the server closes idle ones after 5 s
         patience = aiohttp.ClientTimeout(total=None, sock_connect=30.0)  # a long generation is no fault
         async with (
-            aiohttp.ClientSession(connector=connector, timeout=patience) as self.session,
+            aiohttp.ClientSession(connector=connector, timeout=patience, headers=http.HEADERS) as self.session,
             asyncio.TaskGroup() as self.tasks,
         ):
             asyncio.get_running_loop().add_reader(self.connection.fileno(), self._receive, closed)
@@ -242,6 +242,7 @@ def main() -> None:
 
     sys.excepthook = die
     config, urls = connection.recv()
+    token.use(config.rollout.token_file)
     asyncio.run(Client(config, urls, connection, outbox).run())
 
 

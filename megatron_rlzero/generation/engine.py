@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlzero.config import Config
-from megatron_rlzero.generation import http, server
+from megatron_rlzero.generation import http, server, token
 from megatron_rlzero.generation.server import Server
 from megatron_rlzero.rollout import Rollout
 
@@ -34,12 +34,14 @@ class RolloutEngine:
         self.requests = itertools.count()
         self.health_checked = 0.0
         self.ready = False
+        token.use(config.rollout.token_file)
         self.connection, other = Pipe()
         try:
             rollout = config.rollout
             if rollout.urls:
                 for index, url in enumerate(rollout.urls):
-                    self.servers.append(_attach(index, url.rstrip("/")))
+                    workers = rollout.tensor_model_parallel_size
+                    self.servers.append(Server(f"server-{index}", url.rstrip("/"), workers))
             else:
                 for index in range(rollout.servers):
                     self.servers.append(server.start(config, index))
@@ -79,6 +81,7 @@ class RolloutEngine:
             if waiting and self.connection.poll(POLL_S):  # ready, or an error that ends the wait
                 self._receive()
         for each in self.servers:
+            server.check_workers(each)
             server.check_plugin(each)
         while not self.ready:
             self._receive()
@@ -210,9 +213,3 @@ class RolloutEngine:
             each.check_alive()
         if self.client.poll() is not None and not self.connection.poll():
             raise self._client_ended()
-
-
-def _attach(index: int, url: str) -> Server:
-    """Asks a running server how many workers it has."""
-    workers = http.get(f"{url}/get_world_size", timeout_s=30.0)["world_size"]
-    return Server(f"server-{index}", url, workers)

@@ -1,4 +1,4 @@
-"""Rank 0's requests to a server's control routes: JSON over loopback, with a time limit and the server's own words."""
+"""Rank 0's requests to a server's control routes: JSON, with a time limit and the server's own words."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any
 
 #: straight to the server: a proxy in the environment is not for these
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+#: of every request of this process; generation/token.py puts the secret there
+HEADERS: dict[str, str] = {}
 
 
 class ServerError(RuntimeError):
@@ -28,12 +32,12 @@ def post(url: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, A
         OSError: no answer within ``timeout_s``, or no connection; TimeoutError and URLError are among them.
     """
     data = json.dumps(body).encode() if body is not None else b""
-    return _open(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout_s)
+    return _open(urllib.request.Request(url, data, HEADERS | {"Content-Type": "application/json"}), timeout_s)
 
 
 def get(url: str, timeout_s: float) -> dict[str, Any]:
     """GETs JSON, {} where the answer is empty; raises as ``post`` does."""
-    return _open(urllib.request.Request(url), timeout_s)
+    return _open(urllib.request.Request(url, headers=HEADERS), timeout_s)
 
 
 def _open(request: urllib.request.Request, timeout_s: float) -> dict[str, Any]:

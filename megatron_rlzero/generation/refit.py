@@ -10,14 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Store, TCPStore
 
 from megatron_rlzero.generation import http
-from megatron_rlzero.generation.rendezvous import LOOPBACK, REFUSED, join, to_json
+from megatron_rlzero.generation.rendezvous import REFUSED, join, to_json
+from megatron_rlzero.network import address
 from megatron_rlzero.resharding.layout import Layout
 from megatron_rlzero.resharding.plan import Transfer, plan
 from megatron_rlzero.resharding.transport import execute
@@ -57,10 +57,11 @@ class Refit:
         engine: workers of a server -> worker -> the pieces that it wants.
         dtypes: Hugging Face name -> dtype, on both sides and on the wire.
         store: the learner ranks' common store; None is enough for one rank.
+        interface: network interface of this machine and of the servers' over which the weights go.
         deadline_s: for the rendezvous, and for one push to one server.
 
     Raises:
-        ValueError: the layout lacks elements of a tensor, or a server is not on this machine's loopback.
+        ValueError: the layout lacks elements of a tensor, or this machine lacks the interface.
         RuntimeError: a server refuses the plan, or was not there in time.
     """
 
@@ -73,20 +74,18 @@ class Refit:
         engine: Callable[[int], Layout],
         dtypes: Mapping[str, torch.dtype],
         store: Store | None,
+        interface: str,
         deadline_s: float,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.dtypes, self.deadline_s = dtypes, deadline_s
-        self.store = store
+        self.store, self.interface = store, interface
         self.links: list[_Link] = []
         self.agreements = 0
         self.instance = store.add(f"refit/instances/{rank}", 1) if store is not None else 0
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
         described = self._agree(lambda: [list(server) for server in servers])
         self.links = [_Link(*server) for server in described]
-        for link in self.links:
-            if rank == 0 and urlsplit(link.url).hostname != LOOPBACK:
-                raise ValueError(f"{link.name}: {link.url} is not on {LOOPBACK}; refit works over loopback only")
         self._plan(layout, engine)
         for link in self.links:
             self._connect(link)
@@ -158,14 +157,16 @@ class Refit:
         answer: Future | None = None
         if self.rank == 0:
             with socket.socket() as listener:
-                listener.bind((LOOPBACK, 0))
+                listener.bind((address(self.interface), 0))
                 listener.listen()
-                port = listener.getsockname()[1]
+                host, port = listener.getsockname()
                 link.store = TCPStore(
-                    LOOPBACK, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
+                    host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
                 )
             info = {
+                "host": host,
                 "port": port,
+                "interface": self.interface,
                 "learners": self.world_size,
                 "workers": link.workers,
                 "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
@@ -173,10 +174,11 @@ class Refit:
                 "deadline_s": self.deadline_s,
             }
             answer = self.threads.submit(self._post, link, "/init_weight_transfer_engine", {"init_info": info})
-            self._agree(lambda: port)
+            self._agree(lambda: [host, port])
         else:
-            link.store = TCPStore(LOOPBACK, self._agree(lambda: None), None, False, limit)
-        link.group = join(link.store, self.rank, size, self.deadline_s)
+            host, port = self._agree(lambda: None)
+            link.store = TCPStore(host, port, None, False, limit)
+        link.group = join(link.store, self.rank, size, self.interface, self.deadline_s)
         refusal = None
         if answer is not None and (error := answer.exception()) is not None:
             refusal = str(error)

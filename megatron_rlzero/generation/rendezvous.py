@@ -11,22 +11,21 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from megatron_rlzero.resharding.layout import Box
 from megatron_rlzero.resharding.plan import Transfer
 
-LOOPBACK = "127.0.0.1"
 #: begins what a server says of weights that it will not take; its old weights and version stay
 REFUSED = "refused the weights"
 
 
-def join(store: TCPStore, rank: int, size: int, deadline_s: float) -> ProcessGroupGloo:
+def join(store: TCPStore, rank: int, size: int, interface: str, deadline_s: float) -> ProcessGroupGloo:
     """The gloo group of one server: learner ranks first, its workers after them. Every rank calls it.
 
-    It is a group of its own, outside ``torch.distributed``'s default group and vLLM's, on loopback.
+    It is a group of its own, outside ``torch.distributed``'s default group and vLLM's, on ``interface``.
 
     Raises:
         RuntimeError: the others did not join within ``deadline_s`` seconds.
     """
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=deadline_s)
-    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [ProcessGroupGloo.create_device(interface=interface)]
     return ProcessGroupGloo(PrefixStore("refit", store), rank, size, options)
 
 

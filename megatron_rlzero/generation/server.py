@@ -21,6 +21,8 @@ from megatron_rlzero.generation.requests import ARGUMENT, ROUTE
 from megatron_rlzero.invariance.vllm import BACKEND, Settings
 from megatron_rlzero.kernels import libraries
 
+MODULE = "vllm.entrypoints.openai.api_server"
+LOOPBACK = "127.0.0.1"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: of a rank under torchrun; vLLM would take some of them for its own
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -64,8 +66,8 @@ def start(config: Config, index: int) -> Server:
     rollout = config.rollout
     port = rollout.port + index if rollout.port else free_port()
     log = Path(config.run_dir) / f"server-{index}.log"
-    process = spawn("vllm.entrypoints.openai.api_server", flags(config, port), environment(config), log)
-    return Server(f"server-{index}", f"http://127.0.0.1:{port}", rollout.tensor_model_parallel_size, process, log)
+    process = spawn(MODULE, flags(config, port), environment(config), log)
+    return Server(f"server-{index}", f"http://{LOOPBACK}:{port}", rollout.tensor_model_parallel_size, process, log)
 
 
 def spawn(
@@ -109,7 +111,7 @@ def how_it_ended(process: subprocess.Popen) -> str:
     return f"(pid {process.pid}) {how}"
 
 
-def flags(config: Config, port: int) -> list[str]:
+def flags(config: Config, port: int, host: str = LOOPBACK) -> list[str]:
     """vLLM's command line. ``rollout.engine_args`` adds to it or overrides it.
 
     Raises:
@@ -117,7 +119,7 @@ def flags(config: Config, port: int) -> list[str]:
     """
     rollout = config.rollout
     values: dict[str, Any] = {
-        "host": "127.0.0.1",  # the control routes have no authentication
+        "host": host,
         "port": port,
         "model": str(config.model.path),
         "dtype": DTYPES[config.model.dtype],
@@ -132,6 +134,8 @@ def flags(config: Config, port: int) -> list[str]:
         "enable-prefix-caching": config.kernels == "aligned",
         "disable-uvicorn-access-log": True,
     }
+    if rollout.token_file:
+        values["middleware"] = "megatron_rlzero.generation.token.RequireToken"
     if config.kernels == "aligned" and rollout.tensor_model_parallel_size > 1 and _experts(config):
         values["enable-expert-parallel"] = True  # experts stay whole, as on the learner
     if cpu_build():
@@ -168,12 +172,13 @@ def base_environment() -> dict[str, str]:
 def environment(config: Config) -> dict[str, str]:
     """A server's environment; with ``base_environment`` the only place where variables are set."""
     variables = base_environment()
-    settings = Settings(config.rollout.temperature, config.kernels, config.reduction_slices)
+    token_file = os.path.abspath(config.rollout.token_file) if config.rollout.token_file else ""
+    settings = Settings(config.rollout.temperature, config.kernels, config.reduction_slices, token_file)
     variables.update(settings.to_environment())
     variables.update(
         VLLM_SERVER_DEV_MODE="1",  # the routes for weights and pausing
         VLLM_USE_V2_MODEL_RUNNER="0",  # our logits processor has the V1 interface
-        VLLM_HOST_IP="127.0.0.1",
+        VLLM_HOST_IP=LOOPBACK,  # between the processes of one server
         VLLM_NO_USAGE_STATS="1",
     )
     if cpu_build():
@@ -200,6 +205,16 @@ def cpu_build() -> bool:
     except PackageNotFoundError:
         return False
     return True
+
+
+def check_workers(server: Server) -> None:
+    """Raises RuntimeError where a server has other workers than the tensor-parallel ranks that the refit plans for."""
+    found = http.get(f"{server.url}/get_world_size", timeout_s=30.0)["world_size"]
+    if found != server.workers:
+        raise RuntimeError(
+            f"{server.name} ({server.url}) has {found} workers and rollout.tensor_model_parallel_size = "
+            f"{server.workers}; vLLM's data and pipeline parallelism are not supported"
+        )
 
 
 def check_plugin(server: Server) -> None:

@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.architectures.layouts import engine_layout
-from megatron_rlzero.generation.rendezvous import LOOPBACK, REFUSED, from_json, join
+from megatron_rlzero.generation.rendezvous import REFUSED, from_json, join
 from megatron_rlzero.invariance.vllm import Settings
 from megatron_rlzero.resharding.layout import whole_tensors
 from megatron_rlzero.resharding.transport import execute
@@ -31,7 +31,9 @@ from megatron_rlzero.resharding.transport import execute
 class InitInfo(WeightTransferInitInfo):
     """What rank 0 sends once: ``transfers`` as in rendezvous.to_json, ``dtypes`` of all tensors of a checkpoint."""
 
+    host: str
     port: int
+    interface: str
     learners: int
     workers: int
     dtypes: dict[str, str]
@@ -67,8 +69,9 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.transfers = from_json(init_info.transfers, self.rank)
         self.aligned = Settings.from_environment().kernels == "aligned"
         deadline = timedelta(seconds=init_info.deadline_s)
-        store = TCPStore(LOOPBACK, init_info.port, None, False, deadline)
-        self.group = join(store, self.rank, init_info.learners + init_info.workers, init_info.deadline_s)
+        store = TCPStore(init_info.host, init_info.port, None, False, deadline)
+        size = init_info.learners + init_info.workers
+        self.group = join(store, self.rank, size, init_info.interface, init_info.deadline_s)
         self._check_complete()
 
     def _check_complete(self) -> None:

@@ -26,11 +26,13 @@ class Settings:
         temperature: divides the logits, for the draw and for the log-probs alike.
         kernels: aligned | stock, see Config.
         reduction_slices: see Config; the same number as on the learner.
+        token_file: see RolloutConfig.
     """
 
     temperature: float
     kernels: str
     reduction_slices: int
+    token_file: str = ""
 
     def to_environment(self) -> dict[str, str]:
         """The variable to add to a server's environment."""

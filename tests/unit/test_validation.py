@@ -11,11 +11,11 @@ from tests.unit.setups import violations
 
 
 def test_a_right_configuration_loads_typed(empty, good):
-    config = load(empty, [*good, "learner.optimizer.lr=1e-3", "seed=${loop.updates}", "rollout.urls=[http://a:1]"])
+    config = load(empty, [*good, "learner.optimizer.lr=1e-3", "seed=${loop.updates}", "rollout.urls=[http://127.0.0.1:1]"])
     assert isinstance(config, Config)
     assert config.learner.optimizer.lr == 1e-3
     assert config.seed == 100
-    assert config.rollout.urls == ["http://a:1"]
+    assert config.rollout.urls == ["http://127.0.0.1:1"]
     assert validate(config) == []
 
 
@@ -88,7 +88,7 @@ ALONE = [
     ("loop.updates=true", "loop.updates = True: not an integer"),
     ("learner.optimizer.lr=fast", "learner.optimizer.lr = fast: not a number; write a number, such as 0.0002"),
     ("learner.optimizer=3", "learner.optimizer = 3: not a section"),
-    ("rollout.urls=http://a:1", "rollout.urls = http://a:1: not a list"),
+    ("rollout.urls=http://127.0.0.1:1", "rollout.urls = http://127.0.0.1:1: not a list"),
     ("seed=${loop.nothing}", "seed = ${loop.nothing}: Interpolation key 'loop.nothing' not found"),
     ("loop.updates", "loop.updates: not an override; write section.key=value"),
     ("loop.updates=[", "loop.updates = [: not YAML"),
@@ -144,7 +144,7 @@ ALONE = [
         "4 attention heads",
     ),
     ("learner.world_size=4 learner.tensor_model_parallel_size=4", "2 key-value heads, and sharing one"),
-    ("learner.world_size=3 learner.pipeline_model_parallel_size=3", "the model has 4 layers"),
+    ("learner.world_size=5 learner.pipeline_model_parallel_size=5", "the model has 4 layers"),
     ("learner.world_size=3 learner.expert_model_parallel_size=3 loop.prompts_per_update=3", "8 experts, not divisible"),
     (
         "rollout.tensor_model_parallel_size=8 reduction_slices=8",
@@ -154,7 +154,11 @@ ALONE = [
     ("rollout.urls=[localhost:80]", "rollout.urls[0] = localhost:80: not the address of a server"),
     ("rollout.urls=[http://a]", "rollout.urls[0] = http://a: not the address"),
     ("rollout.urls=[http://a:x]", "rollout.urls[0] = http://a:x: not the address"),
-    ("rollout.urls=[http://a:1,http://a:1/]", "rollout.urls[1] = http://a:1/: listed twice"),
+    ("rollout.urls=[http://127.0.0.1:1,http://127.0.0.1:1/]", "rollout.urls[1] = http://127.0.0.1:1/: listed twice"),
+    ("refit.interface=nowhere", "refit.interface = nowhere: this machine has no interface"),
+    ("rollout.token_file=/nowhere/token", "rollout.token_file = /nowhere/token: cannot be read"),
+    ("rollout.engine_args={data-parallel-size: 2}", "data-parallel-size = 2: not supported; remove it and start more"),
+    ("rollout.engine_args={pipeline_parallel_size: 2}", "pipeline_parallel_size = 2: not supported; remove it"),
     ("rollout.urls=[{a: 1}]", "rollout.urls = [{'a': 1}]: Cannot convert 'dict' to string"),
 ]
 
@@ -229,3 +233,20 @@ def test_flags_that_the_project_sets_are_refused_before_anything_starts(empty, g
         "rollout.engine_args.port = 5",
         "rollout.engine_args.tensor_parallel_size = 2",
     ]
+
+
+def test_servers_elsewhere_need_a_secret_and_an_interface(empty, good, tmp_path):
+    there = "rollout.urls=[http://10.0.0.9:8000]"
+    found = violations(empty, [*good, there])
+    assert [line.split(" = ")[0] for line in found] == ["rollout.token_file", "refit.interface"]
+    assert all("10.0.0.9" in line for line in found)
+    token = tmp_path / "token"
+    settings = [*good, there, f"rollout.token_file={token}"]
+    for text, mode, part in ((None, None, "cannot be read"), ("a" * 64, 0o640, "other users"), ("short", 0o600, "32")):
+        if text is not None:
+            token.write_text(text)
+            token.chmod(mode)
+        found = violations(empty, settings)
+        assert len(found) == 2 and part in found[0] and str(token) in found[0]
+    token.write_text("a" * 64 + "\n")
+    assert [line.split(" = ")[0] for line in violations(empty, settings)] == ["refit.interface"]
