@@ -7,16 +7,19 @@ from itertools import groupby
 
 from megatron_rlzero.resharding.plan import Transfer
 
-#: Transfers between two ranks are packed into messages of at most this many bytes (one box never splits).
-MESSAGE_BYTES = 64 * 2**20
+#: Transfers between two ranks are packed into messages of at most this many bytes (one box never splits): large enough
+#: that few are sent, small enough that packing stays in the processor's cache (tools/bench_refit.py).
+MESSAGE_BYTES = 4 * 2**20
 
 
 def messages(transfers: Sequence[Transfer], itemsizes: Mapping[str, int]) -> Iterator[tuple[int, list[Transfer]]]:
-    """(number, transfers of one (source, target) pair in plan order) each; bytes per element by tensor."""
+    """(number among those of its pair, transfers of one (source, target) pair in plan order) each.
+
+    A rank that knows its own transfers alone gets the same messages.
+    """
     pair = lambda t: (t.source, t.target)  # noqa: E731
-    number = 0
     for _, group in groupby(sorted(transfers, key=pair), key=pair):
-        bucket, size = [], 0
+        bucket, size, number = [], 0, 0
         for transfer in group:
             nbytes = transfer.box.numel * itemsizes[transfer.tensor]
             if bucket and size + nbytes > MESSAGE_BYTES:
@@ -25,4 +28,3 @@ def messages(transfers: Sequence[Transfer], itemsizes: Mapping[str, int]) -> Ite
             bucket.append(transfer)
             size += nbytes
         yield number, bucket
-        number += 1

@@ -1,0 +1,41 @@
+"""``convert --verify``: a converted model computes what transformers computes, and another model does not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import LLAMA3, make_llama, make_qwen3_moe
+
+#: Megatron-Core's CPU shims stay out of the tests' own process.
+SCRIPT = """
+import sys
+from megatron_rlzero import cli
+from megatron_rlzero.learner.verify import largest_difference
+
+source, other, work, naming = sys.argv[1:]
+arguments = ["--to", "megatron", "--tensor-model-parallel-size", "2", "--naming", naming, "--verify"]
+assert cli.main(["convert", source, work + "/megatron", *arguments]) == 0
+assert cli.main(["convert", work + "/megatron", work + "/hf", "--to", "hf", "--verify"]) == 0
+difference = largest_difference(work + "/megatron", other)
+assert difference > 0.1, difference
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "naming"),
+    [
+        (make_qwen3_moe, {"num_experts": 6, "vocab_size": 101}, "gpt"),
+        pytest.param(
+            make_llama, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "hybrid", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_log_probs_are_those_of_transformers(tmp_path: Path, make, settings, naming):
+    source, other = (make(tmp_path / f"model{seed}", seed=seed, **settings) for seed in (0, 1))
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, source, other, tmp_path, naming], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("largest difference of log-probs to transformers: ") == 2

@@ -1,0 +1,16 @@
+"""A learner in four parts hands its weights to servers of one and of two workers; every parameter is compared."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_refits_put_every_element_where_it_belongs():
+    command = [sys.executable, "tools/check_refit.py", "2", "2", "2", "4"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (counts,) = re.findall(r"3 refits, (\d+) parameters compared, (\d+) differ", run.stdout)
+    assert int(counts[0]) > 500 and counts[1] == "0"
