@@ -12,22 +12,28 @@ from typing import Any
 from megatron_rlzero import environments
 from megatron_rlzero.architectures import KNOWN, architecture
 from megatron_rlzero.config_io import Findings
+from megatron_rlzero.generation.token import read_token
+from megatron_rlzero.network import address
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LOOPBACK = "127.0.0.1"
 
 
-def check_model(f: Findings) -> None:
-    """model.path holds a checkpoint of a known family whose sizes go with the layout and the lengths."""
+def check_model(f: Findings, weights: bool = True) -> None:
+    """model.path holds a checkpoint of a known family whose sizes go with the layout and the lengths.
+
+    Args:
+        weights: also look for weights and tokenizer.
+    """
     if not f.usable("model.path"):
         return
     path = Path(f.config.model.path)
     if not path.is_dir():
         f.reject("model.path", "no such directory", "give a Hugging Face directory")
         return
-    if not any(path.glob("*.safetensors")):
+    if weights and not any(path.glob("*.safetensors")):
         f.add("model.path", "no *.safetensors in it", "save the weights as safetensors")
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+    if weights and not any((path / name).is_file() for name in TOKENIZER_FILES):
         f.add("model.path", "no tokenizer in it", "save the tokenizer there (tokenizer.json)")
     hf = _read_config(f, path / "config.json")
     if hf is None:
@@ -67,15 +73,23 @@ def _check_sizes(f: Findings, hf: dict[str, Any]) -> None:
     if missing:
         return
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads") or hf["num_attention_heads"]
+    if heads % kv_heads:
+        f.add(
+            "model.path",
+            f"config.json says num_attention_heads = {heads} and num_key_value_heads = {kv_heads}",
+            "use a checkpoint in which the first is a multiple of the second",
+        )
+        return
     _check_learner_heads(f, heads, kv_heads)
     _check_rollout_heads(f, heads, kv_heads)
     layers, stages = hf["num_hidden_layers"], f.config.learner.pipeline_model_parallel_size
-    if f.usable("learner.pipeline_model_parallel_size") and layers % stages:
+    if f.usable("learner.pipeline_model_parallel_size") and layers < stages:
         f.add(
             "learner.pipeline_model_parallel_size",
-            f"the model has {layers} layers, and every stage holds the same number of them, at least one",
-            f"choose a divisor of {layers}",
+            f"the model has {layers} layers, and every stage holds at least one",
+            f"set it to at most {layers}",
         )
+    _check_slices(f, hf, kv_heads)
     experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
     size = f.config.learner.expert_model_parallel_size
     if f.usable("learner.expert_model_parallel_size") and size > 1 and not experts:
@@ -95,6 +109,24 @@ def _check_sizes(f: Findings, hf: dict[str, Any]) -> None:
                 f"with max_prompt_tokens = {longest} tokens, but the model has max_position_embeddings = {positions}",
                 f"make their sum at most {positions}",
             )
+
+
+def _check_slices(f: Findings, hf: dict[str, Any], kv_heads: int) -> None:
+    """What tensor parallelism contracts over is cut into reduction_slices equal parts."""
+    if not f.usable("reduction_slices", "kernels") or f.config.kernels != "aligned":
+        return
+    heads, width = hf["num_attention_heads"], hf.get("intermediate_size")
+    dim = hf.get("head_dim") or hf.get("hidden_size", 0) // heads
+    sizes = {
+        f"{heads} heads of {dim} = {heads * dim} columns of the output projection": heads * dim,
+        f"{heads} + 2 x {kv_heads} heads of {dim} = {(heads + 2 * kv_heads) * dim} rows of the query, key and value "
+        "projections": (heads + 2 * kv_heads) * dim,
+    }
+    if isinstance(width, int) and not (hf.get("num_experts") or hf.get("num_local_experts")):
+        sizes[f"intermediate_size = {width}"] = width
+    for what, size in sizes.items():
+        if size % f.config.reduction_slices:
+            f.add("reduction_slices", f"the model has {what}, not divisible by it", "lower it to a divisor")
 
 
 def _check_learner_heads(f: Findings, heads: int, kv_heads: int) -> None:
@@ -165,6 +197,21 @@ def _check_held_out(f: Findings, environment: environments.Environment) -> None:
             f"there are {len(environment)} held-out prompts that training does not use",
             f"set it to at most {len(environment)}",
         )
+
+
+def check_network(f: Findings) -> None:
+    """The interface of refits exists here, and the secret of the servers can be read."""
+    if f.usable("refit.interface"):
+        try:
+            address(f.config.refit.interface)
+        except ValueError as error:
+            f.reject("refit.interface", str(error), "name one of them")
+    if f.usable("rollout.token_file") and f.config.rollout.token_file:
+        try:
+            read_token(f.config.rollout.token_file)
+        except ValueError as error:
+            problem, _, fix = str(error).partition("; ")
+            f.reject("rollout.token_file", problem, fix)
 
 
 def check_ports(f: Findings) -> None:

@@ -1,4 +1,6 @@
-"""Both model families and the objective in plain torch and float64, one response at a time: the reference."""
+"""All model families and the objective in plain torch and float64, one response at a time: the reference."""
+
+import math
 
 import torch
 from torch import Tensor
@@ -7,12 +9,9 @@ from torch.nn.functional import silu
 
 def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """[n] -> [n - 1]: natural log-probability of each token but the first."""
-    n, dim, eps = len(tokens), hf["head_dim"], hf["rms_norm_eps"]
-    heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
-    theta = hf["rope_parameters"]["rope_theta"]
-    angle = torch.arange(n, dtype=torch.float64)[:, None] * theta ** (
-        -torch.arange(0, dim, 2, dtype=torch.float64) / dim
-    )
+    heads, groups, n, eps = hf["num_attention_heads"], hf["num_key_value_heads"], len(tokens), hf["rms_norm_eps"]
+    dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    angle = torch.arange(n, dtype=torch.float64)[:, None] * frequencies(hf["rope_parameters"], dim)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
 
     def norm(x, w):
@@ -27,9 +26,11 @@ def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     for i in range(hf["num_hidden_layers"]):
         w = {k.removeprefix(f"model.layers.{i}."): v for k, v in weights.items() if k.startswith(f"model.layers.{i}.")}
         h = norm(x, w["input_layernorm.weight"])
-        q, k, v = ((h @ w[f"self_attn.{p}_proj.weight"].T).unflatten(1, (-1, dim)) for p in "qkv")
-        q = rotate(norm(q, w["self_attn.q_norm.weight"]))
-        k = rotate(norm(k, w["self_attn.k_norm.weight"]))
+        q, k, v = (h @ w[f"self_attn.{p}_proj.weight"].T + w.get(f"self_attn.{p}_proj.bias", 0) for p in "qkv")
+        q, k, v = (x.unflatten(1, (-1, dim)) for x in (q, k, v))
+        if "self_attn.q_norm.weight" in w:
+            q, k = norm(q, w["self_attn.q_norm.weight"]), norm(k, w["self_attn.k_norm.weight"])
+        q, k = rotate(q), rotate(k)
         k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * dim**-0.5
         p = scores.masked_fill(~causal, float("-inf")).softmax(-1)
@@ -53,6 +54,23 @@ def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     head = weights["model.embed_tokens.weight" if hf["tie_word_embeddings"] else "lm_head.weight"]
     logits = norm(x, weights["model.norm.weight"]) @ head.T
     return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def frequencies(rope: dict, dim: int) -> Tensor:
+    """float64 [dim / 2], wavelength by wavelength as Llama 3.1's release describes its scaling."""
+    result = []
+    for i in range(dim // 2):
+        f = rope["rope_theta"] ** (-2 * i / dim)
+        if rope["rope_type"] == "llama3":
+            factor, low, high = (rope[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
+            length, wavelength = rope["original_max_position_embeddings"], 2 * math.pi / f
+            if wavelength > length / low:
+                f = f / factor
+            elif wavelength >= length / high:
+                smooth = (length / wavelength - low) / (high - low)
+                f = (1 - smooth) * f / factor + smooth * f
+        result.append(f)
+    return torch.tensor(result, dtype=torch.float64)
 
 
 def objective(hf: dict, weights: dict[str, Tensor], responses: list[dict]) -> Tensor:

@@ -22,6 +22,22 @@ SIZES = {
     "initializer_range": 0.1,
     "dtype": "float32",
 }
+ODD = {
+    "vocab_size": 101,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+#: positions that the tests reach are in all three ranges of frequencies: kept, scaled, between
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
 
 
 def make_qwen3_moe(directory: Path, seed: int = 0, **settings: object) -> Path:
@@ -39,12 +55,28 @@ def make_qwen3(directory: Path, seed: int = 0, **settings: object) -> Path:
     return _save(directory, seed, lambda: Qwen3ForCausalLM(Qwen3Config(**(SIZES | settings))))
 
 
+def make_qwen2(directory: Path, seed: int = 0, **settings: object) -> Path:
+    """A random Qwen2 of odd sizes: 3 layers, 4 query heads of 32, 2 KV heads, vocabulary 101."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return _save(directory, seed, lambda: Qwen2ForCausalLM(Qwen2Config(**(SIZES | ODD | settings))))
+
+
+def make_llama(directory: Path, seed: int = 0, **settings: object) -> Path:
+    """A random Llama of the same odd sizes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _save(directory, seed, lambda: LlamaForCausalLM(LlamaConfig(**(SIZES | ODD | settings))))
+
+
 def _save(directory: Path, seed: int, build: Callable[[], torch.nn.Module]) -> Path:
     torch.manual_seed(seed)
     model = build()
     for name, parameter in model.named_parameters():
         if "norm" in name:  # weights of 1 would hide a norm that is swapped or left out
             parameter.data.uniform_(0.5, 1.5)
+        elif name.endswith(".bias"):  # transformers starts with zeros
+            parameter.data.uniform_(-0.5, 0.5)
     model.save_pretrained(directory)
     return directory
 

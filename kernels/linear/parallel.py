@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rlzero.kernels.linear.reference import linear
-from megatron_rlzero.kernels.reduction import all_reduce, gather, reduce_scatter, sliced_product
+from megatron_rlzero.kernels.reduction import all_reduce, gather, reduce_scatter, row_sum, sliced_product
 
 
 def column_parallel(
@@ -20,19 +20,21 @@ def column_parallel(
     group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
     stacked: int = 1,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """y = x W^T with the rows of W split over ``group``.
+    """y = x W^T + b with the rows of W, and b, split over ``group``.
 
     Args:
         x: [tokens, K], or [tokens / ranks, K] with sequence parallelism.
         weight: [N / ranks, K].
         slices: of the whole N, a multiple of the number of ranks; order of the sum in the gradient of ``x``.
         stacked: see ``sliced_product``.
+        bias: [N / ranks] or None, added as ``linear`` adds it. Its gradient is the sum over the tokens by ``tree``.
 
     Returns:
         [tokens, N / ranks].
     """
-    return _Column.apply(x, weight, slices, group, sequence_parallel, stacked)
+    return _Column.apply(x, weight, bias, slices, group, sequence_parallel, stacked)
 
 
 def row_parallel(
@@ -53,19 +55,20 @@ def row_parallel(
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, slices, group, sequence_parallel, stacked):
+    def forward(ctx, x, weight, bias, slices, group, sequence_parallel, stacked):
         ctx.save_for_backward(x, weight)
-        ctx.layout = (_mine(slices, group), group, sequence_parallel, stacked)
-        return linear(gather(x, group) if sequence_parallel else x, weight)
+        ctx.layout = (_mine(slices, group), group, sequence_parallel, stacked, bias is not None)
+        return linear(gather(x, group) if sequence_parallel else x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        slices, group, sequence_parallel, stacked = ctx.layout
+        slices, group, sequence_parallel, stacked, biased = ctx.layout
         root = sliced_product(grad, weight, slices, stacked)
         grad_x = (reduce_scatter if sequence_parallel else all_reduce)(root, group).to(x.dtype)
         grad_weight = grad.T @ (gather(x, group) if sequence_parallel else x)
-        return grad_x, grad_weight, None, None, None, None
+        grad_bias = row_sum(grad).to(grad.dtype) if biased else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class _Row(torch.autograd.Function):

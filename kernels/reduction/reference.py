@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.tiles import pad_rows
 
 
@@ -24,6 +25,11 @@ def tree(x: Tensor, dim: int = 0) -> Tensor:
     while x.shape[0] > 1:
         x = x[0::2] + x[1::2]
     return x[0]
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """fp32 sum over the rows of ``x`` [n, m] by ``tree``, whatever m is; in tiles first, so that little is padded."""
+    return tree(tree(pad_rows(x).unflatten(0, (-1, tiles.ROWS)).float(), dim=1))
 
 
 def sliced_product(x: Tensor, weight: Tensor, slices: int, stacked: int = 1) -> Tensor:

@@ -1,18 +1,40 @@
 """Rotary position embedding; the table is computed in float64 and cast once."""
 
+from math import pi
+
 import torch
 from torch import Tensor
 
+#: factor, low and high frequency factor, original length: the settings of Llama 3.1's scaling
+Llama3Scaling = tuple[float, float, float, float]
 
-def rotary_table(length: int, dim: int, base: float, device: torch.device | None = None) -> Tensor:
+
+def rotary_table(
+    length: int, dim: int, base: float, device: torch.device | None = None, scaling: Llama3Scaling | None = None
+) -> Tensor:
     """cos and sin of position * base^(-2i/dim) (Su et al., RoFormer, 2021).
+
+    Args:
+        scaling: see ``llama3_frequencies``; None for frequencies as they are.
 
     Returns:
         fp32 [length, 2, dim // 2]: cos at index 0, sin at index 1.
     """
     frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    if scaling is not None:
+        frequency = llama3_frequencies(frequency, *scaling)
     angle = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequency
     return torch.stack((angle.cos(), angle.sin()), dim=1).float()
+
+
+def llama3_frequencies(frequency: Tensor, factor: float, low: float, high: float, original_length: float) -> Tensor:
+    """Frequencies of Llama 3.1 for texts longer than it was first trained on (The Llama 3 Herd of Models, 2024).
+
+    Those that turn more than ``high`` times in ``original_length`` positions stay, those that turn less than ``low``
+    times are divided by ``factor``, between them the share that stays grows linearly with the number of turns.
+    """
+    stays = ((frequency * original_length / (2 * pi) - low) / (high - low)).clamp(0, 1)
+    return (1 - stays) * frequency / factor + stays * frequency
 
 
 def apply_rotary(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:

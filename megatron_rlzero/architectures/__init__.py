@@ -11,7 +11,12 @@ from megatron_rlzero.architectures.rules import Rule
 from megatron_rlzero.architectures.trace import TracePoint
 
 #: model_type in config.json -> module of this package
-REGISTRY = {"qwen3": "qwen3", "qwen3_moe": "qwen3_moe"}
+REGISTRY = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
+}
 KNOWN = tuple(REGISTRY)
 
 
@@ -27,7 +32,7 @@ class Architecture(Protocol):
         ...
 
     def layer_pattern(self, hf: dict[str, Any], stages: int) -> str:
-        """Megatron's hybrid layer pattern with its pipeline cuts."""
+        """Megatron's hybrid layer pattern with its pipeline cuts; ValueError if a stage would be empty."""
         ...
 
     def parameters(self, hf: dict[str, Any], slices: int) -> dict[str, Rule]:
@@ -46,8 +51,8 @@ class Architecture(Protocol):
         """Operators whose outputs both sides have, in the order of the forward pass."""
         ...
 
-    def rope_theta(self, hf: dict[str, Any]) -> float:
-        """Base of the rotary embedding."""
+    def rotary(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of kernels.rotary.rotary_table that describe the rotary embedding; hashable values."""
         ...
 
 

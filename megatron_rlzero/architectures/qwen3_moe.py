@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rlzero.architectures import qwen3_common as common
+from megatron_rlzero.architectures import common
 from megatron_rlzero.architectures.rules import Rule, Split, Stacked
 from megatron_rlzero.architectures.trace import TracePoint, chosen
 
-rope_theta = common.rope_theta
+rotary = common.rotary
+_ATTENTION = {"qk_norm": True, "qkv_bias": False}
 
 
 def unsupported(hf: dict[str, Any]) -> list[str]:
     """Settings that this family's modules do not implement, one line each."""
-    return common.unsupported(hf, {"decoder_sparse_step": 1, "mlp_only_layers": []})
+    wanted = {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    # Left out, transformers takes the KV heads of one checkpoint.
+    return common.unsupported(hf, wanted, stated=("num_key_value_heads",))
 
 
 def experts(hf: dict[str, Any]) -> int:
@@ -25,7 +28,7 @@ def experts(hf: dict[str, Any]) -> int:
 
 
 def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
-    return common.transformer_config(hf) | {
+    return common.transformer_config(hf, **_ATTENTION) | {
         "ffn_hidden_size": hf["moe_intermediate_size"],
         "moe_ffn_hidden_size": hf["moe_intermediate_size"],
         "num_moe_experts": experts(hf),
@@ -36,7 +39,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_pattern(hf: dict[str, Any], stages: int) -> str:
-    return "|".join(["*E" * (hf["num_hidden_layers"] // stages)] * stages)
+    return common.layer_pattern("*E", hf["num_hidden_layers"], stages)
 
 
 def parameters(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
@@ -44,7 +47,7 @@ def parameters(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
     table = common.ends(hf, slices)
     for i in range(hf["num_hidden_layers"]):
         h, moe = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
-        table |= common.attention(hf, i) | {
+        table |= common.attention(hf, i, **_ATTENTION) | {
             f"{moe}.pre_mlp_layernorm.weight": Split(f"{h}.post_attention_layernorm.weight", (hidden,)),
             f"{moe}.mlp.router.weight": Split(f"{h}.mlp.gate.weight", (experts(hf), hidden)),
         }
@@ -64,7 +67,7 @@ def engine_parameters(hf: dict[str, Any]) -> dict[str, Rule]:
     table = common.engine_ends(hf)
     for i in range(hf["num_hidden_layers"]):
         mlp = f"model.layers.{i}.mlp"
-        table |= common.engine_attention(hf, i)
+        table |= common.engine_attention(hf, i, **_ATTENTION)
         table[f"{mlp}.gate.weight"] = Split(f"{mlp}.gate.weight", (experts(hf), hidden))
         for e in range(experts(hf)):
             x, stacked = f"{mlp}.experts.{e}", f"{mlp}.experts.routed_experts"
@@ -88,7 +91,7 @@ def trace_points(hf: dict[str, Any]) -> list[TracePoint]:
             f"layer {i}: router choice", f"{moe}.mlp.router", f"{h}.mlp.gate", lambda output: output[1], choose
         )
         points += [
-            *common.trace_attention(hf, i),
+            *common.trace_attention(hf, i, qk_norm=True),
             TracePoint(
                 f"layer {i}: residual and norm after attention",
                 f"{moe}.pre_mlp_layernorm",

@@ -7,6 +7,7 @@ layer, are replaced in subclasses.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -132,14 +133,18 @@ class InvariantSpecProvider(BackendSpecProvider):
         return None
 
 
-def hybrid_stack_spec(rope_theta: float | None, backend: BackendSpecProvider | None = None) -> ModuleSpec:
+def hybrid_stack_spec(
+    rotary: dict[str, Any] | None, qk_norm: bool, backend: BackendSpecProvider | None = None
+) -> ModuleSpec:
     """Spec for HybridModel with attention (``*``), MLP (``-``) and mixture-of-experts (``E``) layers.
 
     Args:
-        rope_theta: base of the rotary embedding, or None for attention without positions.
+        rotary: arguments of rotary_table that describe the rotary embedding, or None for attention without positions.
+        qk_norm: whether query and key heads are normed, as TransformerConfig.qk_layernorm says.
     """
     backend = backend or InvariantSpecProvider()
     norm = backend.layer_norm(rms_norm=True)
+    head_norm = backend.layer_norm(for_qk=True) if qk_norm else None
     attention_layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -148,10 +153,10 @@ def hybrid_stack_spec(rope_theta: float | None, backend: BackendSpecProvider | N
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=backend.column_parallel_layer_norm_linear(),
-                    core_attention=partial(backend.core_attention(), rope_theta=rope_theta),
+                    core_attention=partial(backend.core_attention(), rotary=rotary),
                     linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=backend.layer_norm(for_qk=True),
-                    k_layernorm=backend.layer_norm(for_qk=True),
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,

@@ -7,6 +7,7 @@ of either load under the other.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -80,10 +81,9 @@ class ColumnLinear(ColumnParallelLinear):
 
     def _forward_impl(self, input, weight, *, bias, **_):
         slices, group = self.config.reduction_slices, self.tp_group
-        y = self.config.operators.column_parallel(
-            input.flatten(0, -2), weight, slices, group, self.sequence_parallel, self.stacked
+        return self.config.operators.column_parallel(
+            input.flatten(0, -2), weight, slices, group, self.sequence_parallel, self.stacked, bias
         ).reshape(-1, *input.shape[1:-1], weight.shape[0])
-        return y if bias is None else y + bias
 
 
 class NormColumnLinear(ColumnLinear):
@@ -123,16 +123,16 @@ class RowLinear(RowParallelLinear):
 
 
 @lru_cache
-def _rotary(length: int, dim: int, base: float, device: torch.device) -> Tensor:
-    return rotary_table(length, dim, base, device)
+def _rotary(length: int, dim: int, device: torch.device, **rotary: Any) -> Tensor:
+    return rotary_table(length, dim, device=device, **rotary)
 
 
 class CoreAttention(MegatronModule):
     """Causal attention over packed documents, with the rotary embedding inside: positions come from cu_seqlens."""
 
-    def __init__(self, config: TransformerConfig, *, rope_theta: float | None, **_: object) -> None:
+    def __init__(self, config: TransformerConfig, *, rotary: dict[str, Any] | None, **_: object) -> None:
         super().__init__(config)
-        self.rope_theta = rope_theta
+        self.rotary = rotary
         self.scale = config.softmax_scale or config.kv_channels**-0.5
 
     def forward(
@@ -148,12 +148,12 @@ class CoreAttention(MegatronModule):
         """query [tokens, heads, dim], key and value [tokens, kv_heads, dim] -> [tokens, heads * dim]."""
         bounds = packed_seq_params.cu_seqlens_q
         lengths = bounds.diff()
-        if self.rope_theta is not None:
+        if self.rotary is not None:
             tokens = torch.arange(query.shape[0], device=query.device)
             positions = tokens - torch.repeat_interleave(bounds[:-1], lengths)
             # One table for all lengths: powers of two keep the number of tables small.
             length = 1 << max(int(packed_seq_params.max_seqlen_q) - 1, 1).bit_length()
-            table = _rotary(length, query.shape[-1], self.rope_theta, query.device)
+            table = _rotary(length, query.shape[-1], query.device, **self.rotary)
             query, key = (apply_rotary(x, table, positions) for x in (query, key))
         attention = self.config.operators.attention
         return attention(query, key, value, lengths.tolist(), self.scale).flatten(1)

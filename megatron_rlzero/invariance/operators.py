@@ -61,10 +61,10 @@ ALIGNED = Operators(
 
 
 def _column_parallel(
-    x: Tensor, weight: Tensor, slices: int, group, sequence_parallel: bool, stacked: int = 1
+    x: Tensor, weight: Tensor, slices: int, group, sequence_parallel: bool, stacked: int = 1, bias: Tensor | None = None
 ) -> Tensor:
     enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
-    return F.linear(enter(x, group=group), weight)
+    return F.linear(enter(x, group=group), weight, bias)
 
 
 def _row_parallel(x: Tensor, weight: Tensor, slices: int, group, sequence_parallel: bool) -> Tensor:

@@ -19,10 +19,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.architectures.layouts import engine_layout
 
-#: classes of vLLM's layers that produce no value, or only copy: lookups, containers
-EXACT = frozenset(
-    ("VocabParallelEmbedding", "LogitsProcessor", "Attention", "RoutedExperts", "MoERunner", "ApplyRotaryEmb")
-)
+#: classes of vLLM's layers that produce no value: containers
+EXACT = frozenset(("LogitsProcessor", "Attention", "RoutedExperts", "MoERunner", "ApplyRotaryEmb"))
 #: layers of ours that have been built and have not run yet
 _waiting: WeakSet[Counted] = WeakSet()
 
@@ -92,7 +90,9 @@ def check_parameters(model: Module, hf: dict[str, Any], read: Callable[[str], Te
         parameter = found[piece.local]
         expected = read(piece.tensor)[piece.box.slices].to(parameter)
         if not torch.equal(parameter[piece.local_box.slices], expected):
-            raise RuntimeError(f"the engine's parameter {piece.local} differs from {piece.tensor}: it was loaded wrongly")
+            raise RuntimeError(
+                f"the engine's parameter {piece.local} differs from {piece.tensor}: it was loaded wrongly"
+            )
 
 
 def parameters(model: Module) -> dict[str, Tensor]:

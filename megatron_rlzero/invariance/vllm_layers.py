@@ -27,7 +27,12 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.sampler import Sampler
@@ -109,16 +114,19 @@ class InvariantRMSNorm(Counted, RMSNorm):
     forward_cpu = forward_native
 
 
-class InvariantRotaryEmbedding(Counted, RotaryEmbedding):
+class _Rotary(Counted):
     """The rotary table comes from float64 and stays fp32."""
 
-    def __init__(self, head_size: int, rotary_dim: int, length: int, base: float, neox: bool, dtype: Any) -> None:
+    def __init__(
+        self, head_size: int, rotary_dim: int, length: int, base: float, neox: bool, dtype: Any, *scaling: float
+    ) -> None:
         if not neox or rotary_dim != head_size:
             raise ValueError("kernels = aligned: the rotary embedding has to rotate the halves of whole heads")
-        super().__init__(head_size, rotary_dim, length, base, neox, torch.float32)
+        self.scaling = tuple(map(float, scaling)) or None
+        super().__init__(head_size, rotary_dim, length, base, neox, torch.float32, *scaling)
 
     def _compute_cos_sin_cache(self) -> Tensor:
-        return rotary_table(self.max_position_embeddings, self.rotary_dim, self.base)
+        return rotary_table(self.max_position_embeddings, self.rotary_dim, self.base, scaling=self.scaling)
 
     def forward_native(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         self.used()
@@ -128,6 +136,14 @@ class InvariantRotaryEmbedding(Counted, RotaryEmbedding):
         )
 
     forward_cpu = forward_native
+
+
+class InvariantRotaryEmbedding(_Rotary, RotaryEmbedding):
+    """Frequencies as they are."""
+
+
+class InvariantLlama3RotaryEmbedding(_Rotary, Llama3RotaryEmbedding):
+    """Frequencies scaled as Llama 3.1 does."""
 
 
 class InvariantSiluAndMul(Counted, SiluAndMul):
@@ -181,12 +197,21 @@ class InvariantMoEMethod(Counted, UnquantizedFusedMoEMethod):
         return combine(outputs.view(*experts.shape, -1), probabilities)
 
 
-class _LMHeadMethod(UnquantizedEmbeddingMethod):
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None: ...
+class _EmbeddingMethod(UnquantizedEmbeddingMethod):
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: vLLM's own packs a second copy of the weight for its products, whose release can crash at exit."""
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         layer.used()
         return linear(x, layer.weight, bias)
+
+
+class InvariantEmbedding(VocabParallelEmbedding):
+    """The lookup."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.quant_method = _EmbeddingMethod()
 
 
 class InvariantLMHead(Counted, ParallelLMHead):
@@ -194,7 +219,7 @@ class InvariantLMHead(Counted, ParallelLMHead):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.quant_method = _LMHeadMethod()
+        self.quant_method = _EmbeddingMethod()
 
 
 def _compute_logprobs(logits: Tensor) -> Tensor:
@@ -218,10 +243,12 @@ def install(slices: int, temperature: float) -> None:
         PluggableLayer.register_oot(_linear_of(base), name=base.__name__)
     PluggableLayer.register_oot(InvariantRowParallelLinear, name="RowParallelLinear")
     PluggableLayer.register_oot(InvariantGateLinear, name="GateLinear")
+    PluggableLayer.register_oot(InvariantEmbedding, name="VocabParallelEmbedding")
     PluggableLayer.register_oot(InvariantLMHead, name="ParallelLMHead")
     for ours, name in (
         (InvariantRMSNorm, "RMSNorm"),
         (InvariantRotaryEmbedding, "RotaryEmbedding"),
+        (InvariantLlama3RotaryEmbedding, "Llama3RotaryEmbedding"),
         (InvariantSiluAndMul, "SiluAndMul"),
         (InvariantMoEMethod, "UnquantizedFusedMoEMethod"),
     ):

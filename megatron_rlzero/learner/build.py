@@ -95,7 +95,7 @@ def build(config: Config, family: Architecture, hf: dict[str, Any], device: torc
         groups = ProcessGroupCollection.use_mpu_process_groups()
         policy = PolicyModel(
             config=transformer,
-            hybrid_stack_spec=hybrid_stack_spec(family.rope_theta(hf)),
+            hybrid_stack_spec=hybrid_stack_spec(family.rotary(hf), transformer.qk_layernorm),
             hybrid_layer_pattern=family.layer_pattern(hf, config.learner.pipeline_model_parallel_size),
             vocab_size=hf["vocab_size"],
             padded_vocab_size=padded_vocab_size(hf["vocab_size"], config.reduction_slices),

@@ -1,7 +1,7 @@
 """What the ranks of a distributed test run: every case of a JSON file in one process group, results beside it.
 
-Usage: python ranks.py CASES.json. A case names its layout; its results are NAME.safetensors (gradients of the first
-step as grad.*, weights after three steps as weight.*) and NAME.json.
+Usage: python ranks.py CASES.json. A case names its layout, and its model if that is not the plan's; its results are
+NAME.safetensors (gradients of the first step as grad.*, weights after three steps as weight.*) and NAME.json.
 """
 
 import json
@@ -53,7 +53,7 @@ def main() -> None:
         parallel_state.destroy_model_parallel()
         sizes = {k: v for k, v in case.items() if k.endswith("parallel_size")}
         make_parallel_groups(learner_config(model, out, **sizes).learner)
-        run(case, model, out, device)
+        run({k: v for k, v in case.items() if k != "model"}, Path(case.get("model", model)), out, device)
     dist.destroy_process_group()
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from megatron_rlzero.kernels.linear import column_parallel, linear, row_parallel
-from megatron_rlzero.kernels.reduction import sliced_product, tree
+from megatron_rlzero.kernels.reduction import row_sum, sliced_product, tree
 from tests.kernels.checks import DTYPES, FP32, dependent_rows, errors, rounded_once, tolerance
 
 
@@ -52,6 +52,22 @@ def test_rows_of_wide_products_do_not_depend_on_the_batch(dtype, k, n):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [64, 576, 896])
+def test_a_bias_depends_on_neither_rows_nor_columns(dtype, k):
+    """Ranks hold some of the columns; the learner's are in another order than the engine's."""
+    weight, bias, x = torch.randn(960, k).to(dtype), torch.randn(960).to(dtype), torch.randn(50, k).to(dtype)
+    y = linear(x, weight, bias)
+    assert dependent_rows(lambda x: linear(x, weight, bias), x) == []
+    for ranks in (2, 4):
+        parts = [linear(x, w, b) for w, b in zip(weight.chunk(ranks), bias.chunk(ranks), strict=True)]
+        assert torch.equal(torch.cat(parts, 1), y)
+    order = torch.randperm(960)
+    assert torch.equal(linear(x, weight[order], bias[order]), y[:, order])
+    # a sum rounded before the bias is another one; in fp32 of one panel of K it is rounded in any case
+    assert torch.equal(linear(x, weight) + bias, y) == (dtype == FP32 and k == 64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sum_cut_by_the_number_of_rows_is_noticed(dtype):
     """What libraries do with few rows, and what padding them is for."""
     weight = torch.randn(129, 256).to(dtype)
@@ -81,6 +97,24 @@ def test_parallel_forms_on_one_rank(dtype, stacked):
         assert rounded_once(f(x, weight), oracle(x.double(), weight.double()))
         assert max(errors(f, oracle, (x, weight))) < tolerance(dtype)
     assert torch.equal(column(x, weight), linear(x, weight))
+    bias = torch.randn(32).to(dtype)
+    biased = lambda a, w, b: column_parallel(a, w, 4, stacked=stacked, bias=b)  # noqa: E731
+    assert max(errors(biased, oracle, (x, weight, bias))) < tolerance(dtype)
+    assert torch.equal(biased(x, weight, bias), linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 15, 16, 100, 1000])
+def test_a_sum_over_rows_does_not_depend_on_the_columns(dtype, rows):
+    x = torch.randn(rows, 33).to(dtype)
+    total = row_sum(x)
+    assert total.dtype == FP32
+    assert torch.equal(total, tree(x.float()))
+    assert torch.equal(total, torch.cat([row_sum(part) for part in x.split(7, 1)]))
+    torch.testing.assert_close(total.double(), x.double().sum(0), atol=1e-4, rtol=0)
+    # another order is noticed, but where fp32 holds the sums of bf16 numbers without rounding
+    if rows == 1000 and dtype == FP32:
+        assert not torch.equal(total, row_sum(x.flip(0)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +145,7 @@ def test_a_tree_adds_neighbours():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [64, 512, 2048])
+@pytest.mark.parametrize("k", [64, 512, 576, 2048])
 def test_rows_of_a_row_parallel_layer_do_not_depend_on_the_batch(dtype, k):
     weight = torch.randn(129, k).to(dtype)
     assert dependent_rows(lambda x: row_parallel(x, weight, 4), torch.randn(50, k).to(dtype)) == []

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels.rotary import apply_rotary, rotary_table
+from megatron_rlzero.kernels.rotary.reference import llama3_frequencies
 from tests.kernels.checks import DTYPES, FP32, dependent_rows, error, errors, rounded_once, tolerance
 
 BASE = 1e6
@@ -37,6 +38,28 @@ def test_an_fp32_table_is_noticed():
     wanted = angles(torch.tensor([position]), dim).cos()
     assert error((position * frequency).cos()[None], wanted) > 1e-4
     assert error(rotary_table(position + 1, dim, BASE)[position, 0][None], wanted) < 1e-7
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("settings", [(8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192), (2.5, 0.5, 7.0, 100)])
+def test_llama3_scaling_is_that_of_transformers(dim, settings):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, **dict(zip(names, settings, strict=True))}
+    config = LlamaConfig(head_dim=dim, max_position_embeddings=131_072, rope_parameters=rope)
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config)
+    assert attention_factor == 1.0
+    plain = 5e5 ** (-torch.arange(0, dim, 2).double() / dim)
+    found = llama3_frequencies(plain, *settings)
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-6, atol=0)
+    kept, scaled = found == plain, found == plain / settings[0]
+    assert kept.any() and scaled.any() and not (kept | scaled).all()  # all three ranges are there
+    angle = torch.arange(5000).double()[:, None] * found
+    table = rotary_table(5000, dim, 5e5, scaling=settings)
+    assert torch.equal(table, torch.stack((angle.cos(), angle.sin()), 1).float())
+    assert not torch.equal(table, rotary_table(5000, dim, 5e5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.parity.engine import Results
-from tests.parity.runs import LONG, MIXED, plant_ties, prompts, run, start, tokens
-from tests.tiny import make_qwen3, make_qwen3_moe
+from tests.parity.runs import LONG, MIXED, SMOLLM2, plant_ties, prompts, run, start, tokens, without_head_dim
+from tests.tiny import LLAMA3, make_llama, make_qwen2, make_qwen3, make_qwen3_moe
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +18,11 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "other": make_qwen3_moe(root / "other", seed=1),
         "dense": make_qwen3(root / "dense"),
         "tied": make_qwen3(root / "tied", tie_word_embeddings=True),
+        "qwen2": make_qwen2(root / "qwen2"),
+        # one KV head
+        "qwen2tied": make_qwen2(root / "qwen2tied", num_key_value_heads=1, tie_word_embeddings=True),
+        "llama": make_llama(root / "llama", rope_parameters=LLAMA3),
+        "smol": without_head_dim(make_llama(root / "smol", tie_word_embeddings=True, **SMOLLM2)),
         "ties": plant_ties(make_qwen3_moe(root / "ties", num_experts=8, max_position_embeddings=1024)),
         "wide": make_qwen3_moe(
             root / "wide",
@@ -41,6 +46,7 @@ def aligned(models, aligned_out) -> dict[str, Results]:
     draw = random.Random(1)
     edges = {"model": "ties", "length": 800, **MIXED}
     some = {"prompts": prompts()[:8], "alone": [0, 7]}
+    few = {"prompts": prompts()[:10] + prompts()[36:40], "alone": [0, 5, 12]}
     runs = [
         run(models, "moe_fp32_whole", "moe", "fp32"),
         run(models, "moe_fp32", "moe", "fp32", **MIXED),
@@ -48,6 +54,10 @@ def aligned(models, aligned_out) -> dict[str, Results]:
         run(models, "moe_bf16", "moe", "bf16", **MIXED),
         run(models, "dense_fp32", "dense", "fp32", **MIXED),
         run(models, "tied_bf16", "tied", "bf16", **MIXED),
+        run(models, "qwen2_fp32", "qwen2", "fp32", **MIXED) | few,
+        run(models, "qwen2tied_bf16", "qwen2tied", "bf16", **MIXED) | few,
+        run(models, "llama_bf16", "llama", "bf16", **MIXED) | few,
+        run(models, "smol_fp32", "smol", "fp32", **MIXED) | few,
         run(models, "ties_fp32", dtype="fp32", **edges) | {"prompts": [*prompts()[:20], tokens(draw, LONG)]},
         run(models, "one_token", dtype="fp32", **edges) | {"prompts": [[7]], "new_tokens": 1, "alone": [0]},
         run(models, "ties_bf16", dtype="bf16", **edges) | {"prompts": [*prompts()[:20], tokens(draw, LONG)]},

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_rlzero.architectures import read_config
+from megatron_rlzero.architectures import architecture, read_config
+from megatron_rlzero.architectures.layouts import engine_layout
 from megatron_rlzero.generation.requests import ARGUMENT
 from megatron_rlzero.invariance.vllm import BACKEND, Settings
 
@@ -99,6 +100,17 @@ def generate(llm, run: dict, which: list[int]) -> list:
     return [output.outputs[0] for output in outputs]
 
 
+def stage(transfer, directory: Path) -> None:
+    """Leaves a checkpoint in the transfer engine of the only worker, as a refit's transfers would."""
+    from megatron_rlzero.invariance.vllm_checks import parameters
+
+    hf, tensors = read_config(directory), load_file(directory / "model.safetensors")
+    transfer.aligned, transfer.parameters = True, parameters(transfer.model)
+    transfer.staged = {name: torch.zeros_like(parameter) for name, parameter in transfer.parameters.items()}
+    for piece in engine_layout(architecture(hf), hf, 1)[0]:
+        transfer.staged[piece.local][piece.local_box.slices] = tensors[piece.tensor][piece.box.slices]
+
+
 def update_in_flight(llm, run: dict, steps: int) -> tuple[list, list[int]]:
     """All requests at once; after ``steps`` steps of the engine, other weights, the cache forgotten."""
     engine = llm.llm_engine
@@ -110,7 +122,7 @@ def update_in_flight(llm, run: dict, steps: int) -> tuple[list, list[int]]:
     switched = {request.request_id: len(request.output_token_ids) for request in core.scheduler.requests.values()}
     core.pause_scheduler("keep", True)
     transfer = core.model_executor.driver_worker.worker.weight_transfer_engine
-    transfer.staged = load_file(Path(run["update"]) / "model.safetensors")
+    stage(transfer, Path(run["update"]))
     transfer.finish_weight_update()
     core.resume_scheduler()
     finished = {}

@@ -22,6 +22,9 @@ PP2 = {"pipeline_model_parallel_size": 2}
 #: Chunks of 64 tokens and a cache of prefixes: schedules of every kind.
 MIXED = {"chunk": 64, "prefix_caching": True}
 
+#: The heads of SmolLM2-135M: a contraction of 576 in slices of 144.
+SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+
 
 def differing(a: Tensor, b: Tensor) -> int:
     """Tokens whose fp32 log-prob differs in a byte."""
@@ -46,6 +49,15 @@ def plant_ties(directory: Path) -> Path:
     return directory
 
 
+def without_head_dim(directory: Path) -> Path:
+    """Leaves head_dim out of config.json, as older files do."""
+    file = directory / "config.json"
+    hf = json.loads(file.read_text())
+    del hf["head_dim"]
+    file.write_text(json.dumps(hf))
+    return directory
+
+
 def tokens(draw: random.Random, n: int) -> list[int]:
     return [draw.randrange(100) for _ in range(n)]
 
@@ -66,7 +78,7 @@ def run(models, name: str, model: str, dtype: str, **engine) -> dict:
 def start(models, out: Path, kernels: str, runs: list[dict], tp: int = 1, **plan) -> dict[str, Results]:
     """All runs in one process."""
     config = Config(kernels=kernels)
-    config.model.path = str(models["moe"])
+    config.model.path = runs[0]["engine"]["model"]
     config.rollout.tensor_model_parallel_size = tp
     variables = server.environment(config) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     (out / "plan.json").write_text(json.dumps({"out": str(out), "runs": runs, **plan}))

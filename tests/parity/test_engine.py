@@ -14,7 +14,7 @@ from tests.parity.engine import Results
 from tests.parity.runs import LONG, MIXED, PP2, TP2, TP2_EP2, differing, run, score, start
 
 NAMES = ["moe_fp32", "moe_bf16", "dense_fp32", "tied_bf16", "ties_fp32", "ties_bf16", "wide_fp32", "wide_bf16"]
-NAMES += ["one_token", "moe_fp32_whole"]
+NAMES += ["one_token", "moe_fp32_whole", "qwen2_fp32", "qwen2tied_bf16", "llama_bf16", "smol_fp32"]
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,9 @@ def test_learner_layouts(models, aligned, learner, tmp_path):
         "tied_tp2": ("tied_bf16", TP2),
         "dense_pp2": ("dense_fp32", PP2),
         "one_token_tp2_ep2": ("one_token", TP2_EP2),
+        "qwen2_tp2": ("qwen2_fp32", TP2),
+        "qwen2tied_pp2": ("qwen2tied_bf16", PP2),  # two layers and one
+        "llama_tp2": ("llama_bf16", TP2),
     }
     scored = score(models, aligned, tmp_path, cases, world=2)
     assert {

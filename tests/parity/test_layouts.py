@@ -37,15 +37,19 @@ def test_more_learner_layouts(models, aligned, tmp_path, world):
 
 @pytest.mark.full
 def test_more_engines_on_two_ranks(models, aligned, tmp_path):
+    few = {"prompts": aligned_prompts(aligned["llama_bf16"]), "alone": [0, 5, 12]}
     edges = {"model": "ties", "length": 800, "tp": 2, **MIXED}
     runs = [
         run(models, "moe_fp32", "moe", "fp32", tp=2),
         run(models, "dense_fp32", "dense", "fp32", tp=2, **MIXED),
         run(models, "tied_bf16", "tied", "bf16", tp=2, **MIXED),
+        run(models, "qwen2_fp32", "qwen2", "fp32", tp=2, **MIXED) | few,
+        run(models, "qwen2tied_bf16", "qwen2tied", "bf16", tp=2, **MIXED) | few,  # both ranks hold the KV head
+        run(models, "llama_bf16", "llama", "bf16", tp=2, **MIXED) | few,
         run(models, "ties_bf16", dtype="bf16", **edges) | {"prompts": aligned_prompts(aligned["ties_bf16"])},
         run(models, "wide_fp32", "wide", "fp32", tp=2, **MIXED) | {"prompts": prompts()[:8], "alone": [0, 7]},
     ]
-    runs[3]["alone"] = [0, 5]
+    next(r for r in runs if r["name"] == "ties_bf16")["alone"] = [0, 5]
     found = start(models, tmp_path, "aligned", runs, tp=2)
     for name, two in found.items():
         assert torch.equal(two.tokens, aligned[name].tokens), name

@@ -9,7 +9,15 @@ from megatron_rlzero.invariance.trace import compare_layers
 from tests.parity.runs import tokens
 
 
-@pytest.mark.parametrize(("model", "operators"), [("moe", 2 * 8 + 1), ("tied", 2 * 6 + 1)])
+@pytest.mark.parametrize(
+    ("model", "operators"),
+    [
+        ("moe", 2 * 8 + 1),
+        ("tied", 2 * 6 + 1),
+        pytest.param("qwen2", 3 * 4 + 1, marks=pytest.mark.full),
+        pytest.param("llama", 3 * 4 + 1, marks=pytest.mark.full),
+    ],
+)
 def test_the_first_operator_that_differs_is_named(models, tmp_path, model, operators):
     draw = random.Random(0)
     documents = [tokens(draw, n) for n in (30, 1, 17)]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_rlzero.architectures import KNOWN, architecture, qwen3_moe, read_config, rules
+from megatron_rlzero.architectures import KNOWN, architecture, llama, qwen2, qwen3, qwen3_moe, read_config, rules
 from megatron_rlzero.resharding.layout import Box
 
 HF = {
@@ -35,10 +35,10 @@ def is_replicated(name):
     return "norm" in name or "router" in name
 
 
-def parameters_of(tp, ep):
+def parameters_of(family, hf, tp, ep=1):
     """(parameter, pieces) of every rank; experts are dealt out over the expert-parallel ranks and never cut."""
-    per_rank = HF["num_experts"] // ep
-    for name, rule in qwen3_moe.parameters(HF, SLICES).items():
+    per_rank = hf.get("num_experts", 0) // ep
+    for name, rule in family.parameters(hf, SLICES).items():
         if is_expert(name):
             owner = int(name.rsplit("weight", 1)[1]) // per_rank
             for _ in (rank for rank in range(ep) if rank == owner):
@@ -51,14 +51,20 @@ def parameters_of(tp, ep):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_every_element_is_held_once_per_replica(tp, ep):
-    shapes = qwen3_moe.tensors(HF)
+    assert_held_once(qwen3_moe, HF, tp, ep)
+
+
+def assert_held_once(family, hf, tp, ep=1):
+    shapes = family.tensors(hf)
     held = {name: np.zeros(shape, dtype=int) for name, shape in shapes.items()}
     copies = {}
-    for name, pieces in parameters_of(tp, ep):
+    for name, pieces in parameters_of(family, hf, tp, ep):
         for piece in pieces:
             assert piece.box.shape == piece.local_box.shape
             held[piece.tensor][piece.box.slices] += 1
             copies[piece.tensor] = tp if is_replicated(name) else 1
+            if hf["tie_word_embeddings"] and "embed" in piece.tensor:
+                copies[piece.tensor] = 2  # the embedding and the output layer
         if pieces:  # a shard may be vocabulary padding alone
             written = np.zeros(np.max([piece.local_box.stop for piece in pieces], axis=0), dtype=int)
             for piece in pieces:
@@ -189,11 +195,12 @@ def test_tied_embeddings_have_one_tensor():
 def test_unknown_family_lists_the_known(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HF))
     assert architecture(read_config(tmp_path)) is qwen3_moe
-    for hf in ({"model_type": "llama"}, {}):
+    for hf in ({"model_type": "gpt2"}, {}):
         with pytest.raises(ValueError) as error:
             architecture(hf)
         assert str(error.value) == f"model_type = {hf.get('model_type')!r} is not known; known are {', '.join(KNOWN)}"
-    assert "qwen3_moe" in KNOWN
+    assert KNOWN == ("llama", "qwen2", "qwen3", "qwen3_moe")
+    assert [architecture({"model_type": name}) for name in KNOWN] == [llama, qwen2, qwen3, qwen3_moe]
 
 
 UNSUPPORTED = {
@@ -203,6 +210,10 @@ UNSUPPORTED = {
     "use_sliding_window": True,
     "hidden_act": "gelu",
     "rope_scaling": {"rope_type": "yarn"},
+    "layer_types": ["full_attention", "sliding_attention"],
+    "quantization_config": {"bits": 4},
+    "partial_rotary_factor": 0.5,
+    "num_key_value_heads": None,
 }
 
 
@@ -238,5 +249,3 @@ def test_translation():
     assert qwen3_moe.transformer_config(other)["num_moe_experts"] == 6
     assert qwen3_moe.layer_pattern(HF, 1) == "*E*E"
     assert qwen3_moe.layer_pattern(HF, 2) == "*E|*E"
-    assert qwen3_moe.rope_theta({"rope_theta": 1e4}) == 1e4
-    assert qwen3_moe.rope_theta({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}) == 5e5

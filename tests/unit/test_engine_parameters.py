@@ -1,9 +1,9 @@
-"""The engine's parameter tables: what vLLM holds on each rank, for Qwen3-MoE and dense Qwen3, tied and not."""
+"""The engine's parameter tables: what vLLM holds on each rank, for every family, tied and not."""
 
 import numpy as np
 import pytest
 
-from megatron_rlzero.architectures import architecture, rules
+from megatron_rlzero.architectures import KNOWN, architecture, rules
 
 SIZES = {
     "vocab_size": 300,
@@ -21,7 +21,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", KNOWN)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_all_ranks_together_hold_every_element(family, tied, tp):
     hf = SIZES | {"model_type": family, "tie_word_embeddings": tied}
@@ -37,7 +37,7 @@ def test_all_ranks_together_hold_every_element(family, tied, tp):
     assert ("lm_head.weight" in held) != tied
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", KNOWN)
 def test_the_learners_table_names_the_same_tensors(family):
     hf = SIZES | {"model_type": family}
     module = architecture(hf)
@@ -45,12 +45,14 @@ def test_the_learners_table_names_the_same_tensors(family):
     assert named(module.engine_parameters(hf)) == named(module.parameters(hf, 4)) == set(module.tensors(hf))
 
 
-def test_tensors_of_a_dense_checkpoint():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_tensors_of_a_dense_checkpoint(family, tied):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf = SIZES | {"model_type": "qwen3", "tie_word_embeddings": False}
+    hf = SIZES | {"model_type": family, "tie_word_embeddings": tied}
     settings = {k: v for k, v in hf.items() if k != "model_type" and "expert" not in k and not k.startswith("moe")}
-    parameters = Qwen3ForCausalLM(Qwen3Config(**settings)).named_parameters()
+    parameters = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).named_parameters()
     assert architecture(hf).tensors(hf) == {name: tuple(p.shape) for name, p in parameters}
 
 

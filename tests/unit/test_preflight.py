@@ -23,9 +23,14 @@ def test_each_missing_part_of_the_model_directory_is_named(empty, good, tmp_path
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model_type": "gpt2"}, ["model_type = gpt2, an unknown family; known are qwen3, qwen3_moe"]),
+        ({"model_type": "gpt2"}, ["model_type = gpt2, an unknown family; known are llama, qwen2, qwen3, qwen3_moe"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers = None"]),
         ({"attention_bias": True}, ["attention_bias = True"]),
+        ({"num_hidden_layers": 3}, []),
+        ({"num_key_value_heads": 3}, ["num_attention_heads = 4 and num_key_value_heads = 3"]),
+        ({"num_experts": 0, "head_dim": 3, "intermediate_size": 97}, ["the model has intermediate_size = 97"]),
+        ({"num_experts": 8, "head_dim": 3, "intermediate_size": 97}, []),
+        ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 2}, ["= 6 columns", "= 10 rows"]),
         ({}, []),
     ],
 )
@@ -57,7 +62,7 @@ def test_taken_ports_are_named_and_free_ones_pass(empty, good):
         port = listener.getsockname()[1]
         (found,) = violations(empty, [*good, f"rollout.port={port}"], starting=True)
         assert found.startswith(f"rollout.port = {port}: port {port} is taken")
-        assert violations(empty, [*good, f"rollout.port={port}", "rollout.urls=[http://a:1]"], starting=True) == []
+        assert violations(empty, [*good, f"rollout.port={port}", "rollout.urls=[http://127.0.0.1:1]"], starting=True) == []
         assert violations(empty, [*good, f"rollout.port={port}"], starting=False) == []
     assert violations(empty, [*good, f"rollout.port={port}"], starting=True) == []
     assert "do not all exist" in violations(empty, [*good, "rollout.port=65535", "rollout.servers=2"], starting=True)[0]
