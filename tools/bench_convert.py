@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -93,15 +93,16 @@ def child(to: str, source: str, target: str, tensor_parallel: int) -> None:
 
     sampler = threading.Thread(target=sample)
     sampler.start()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     if to == "megatron":
         to_megatron(source, target, smallest_world(tensor_parallel, 1, 2, 1))
     else:
         to_hf(source, target)
     seconds = time.perf_counter() - start
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - used
     done.set()
     sampler.join()
-    print(json.dumps({"seconds": seconds, "memory": max(peak - before, 0)}))
+    print(json.dumps({"seconds": seconds, "cpu": used, "memory": max(peak - before, 0)}))
 
 
 def settle(source: Path) -> None:
@@ -114,16 +115,17 @@ def settle(source: Path) -> None:
                     pass
 
 
-def copy(source: Path, target: Path) -> tuple[float, float]:
-    """Seconds of ``cp -r``, and until the copy is on the disk."""
-    start = time.perf_counter()
+def copy(source: Path, target: Path) -> tuple[float, float, float]:
+    """Seconds of ``cp -r``, until the copy is on the disk, and of its processor time."""
+    start, used = time.perf_counter(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
     subprocess.run(["cp", "-r", source, target], check=True)
     copied = time.perf_counter() - start
+    used = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - used
     for file in target.rglob("*"):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    return copied, time.perf_counter() - start
+    return copied, time.perf_counter() - start, used
 
 
 def main() -> None:
@@ -141,13 +143,15 @@ def main() -> None:
         hf, megatron = Path(directory) / "hf", Path(directory) / "megatron"
         sizes = make_checkpoint(hf, parsed.gib)
         seconds: dict[str, list[float]] = {}
+        processor: dict[str, list[float]] = {}
         memory: dict[str, int] = {}
         for _ in range(parsed.rounds):
             settle(hf)
-            copied, synced = copy(hf, Path(directory) / "copy")
+            copied, synced, used = copy(hf, Path(directory) / "copy")
             shutil.rmtree(Path(directory) / "copy")
             seconds.setdefault("cp -r", []).append(copied)
             seconds.setdefault("cp -r, on disk", []).append(synced)
+            processor.setdefault("cp -r", []).append(used)
             shutil.rmtree(megatron, ignore_errors=True)
             for name, to, source, target in (
                 ("HF to Megatron", "megatron", hf, megatron),
@@ -158,18 +162,20 @@ def main() -> None:
                 run = subprocess.run([*command, "--child", to, source, target], check=True, stdout=subprocess.PIPE)
                 result = json.loads(run.stdout)
                 seconds.setdefault(name, []).append(result["seconds"])
+                processor.setdefault(name, []).append(result["cpu"])
                 memory[name] = max(memory.get(name, 0), result["memory"])
             shutil.rmtree(Path(directory) / "back")
     limit = 2 * sizes["largest"] + 512 * MIB
-    print(
-        f"{sizes['bytes']:,} bytes, largest tensor {sizes['largest']:,}; {platform.processor()}, {os.cpu_count()} cores"
-    )
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"{sizes['bytes']:,} bytes, largest tensor {sizes['largest']:,}; {os.cpu_count()} cores, load {load}")
     plain, synced = (statistics.median(seconds[name]) for name in ("cp -r", "cp -r, on disk"))
     for name, times in seconds.items():
         median = statistics.median(times)
         spread = f"{min(times):.2f} to {max(times):.2f} s"
         line = f"{name:16} {sizes['bytes'] / median / 1e9:6.2f} GB/s  ({spread})"
         line += f"  ratio to cp {plain / median:5.2f}, to cp on disk {synced / median:5.2f}"
+        if name in processor:
+            line += f"  processor {statistics.median(processor[name]):5.2f} s"
         if name in memory:
             line += f"  memory {memory[name] / MIB:6.0f} MiB of {limit / MIB:.0f}"
         print(line)

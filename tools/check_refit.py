@@ -3,7 +3,9 @@
 Usage: python tools/check_refit.py [TP EP PP RANKS]; 2 2 2 8 by default. Two servers, of one and of two workers.
 The learner hands over its weights, takes an optimizer step and does so again, twice; after each time the servers'
 workers hash every parameter, and rank 0 hashes what the engine's layout makes of the assembled weights. Between two
-refits nothing but the plan is reused. Exit code 1 if a hash differs, or is that of the version before.
+refits nothing but the plan is reused. Then 48 requests are sampled at temperature 0.8: together on each server, and
+one by one on the first. Exit code 1 if a hash differs or is that of the version before, or if a sampled token or a byte
+of its log-probability differs.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +24,13 @@ import torch
 from torch import Tensor
 
 from megatron_rlzero.config import Config
-from megatron_rlzero.generation import http, server
+from megatron_rlzero.generation import http, requests, server
 from megatron_rlzero.launch import launch
 
 UPDATES = 3
 #: workers of each server
 ENGINES = (1, 2)
+REQUESTS, TOKENS, TEMPERATURE = 48, 16, 0.8
 HF = {
     "vocab_size": 1000,
     "hidden_size": 64,
@@ -64,7 +69,8 @@ def configuration(directory: Path, sizes: list[int], workers: int = 1) -> Config
     learner.tensor_model_parallel_size, learner.expert_model_parallel_size = sizes[0], sizes[1]
     learner.pipeline_model_parallel_size, learner.world_size = sizes[2], sizes[3]
     config.rollout.tensor_model_parallel_size = workers
-    config.rollout.max_num_seqs = 8
+    config.rollout.max_num_seqs = 48
+    config.rollout.temperature = TEMPERATURE
     config.rollout.engine_args = {
         "worker-extension-cls": "tools.check_refit.Digests",
         "skip-tokenizer-init": True,
@@ -161,6 +167,34 @@ def rank_main(directory: Path, sizes: list[int], urls: list[str]) -> None:
     dist.destroy_process_group()
 
 
+def sample(url: str, which: Sequence[int], seed: int = 1) -> list[tuple[list[int], bytes]]:
+    """The responses to these requests, all at once: tokens, and the bytes of their log-probabilities."""
+
+    def one(n: int) -> tuple[list[int], bytes]:
+        prompt = [(7 * n + 3 * i) % HF["vocab_size"] for i in range(4 + n % 9)]
+        body = requests.body(f"request-{n}", prompt, (seed, 0, n, 0), TEMPERATURE, TOKENS, ())
+        answer = requests.parse(http.post(url + requests.ROUTE, body, 60.0), TOKENS, ())
+        return answer.tokens.tolist(), answer.logprobs.tobytes()
+
+    with ThreadPoolExecutor(len(which)) as threads:
+        return list(threads.map(one, which))
+
+
+def compare_samples(urls: Sequence[str]) -> int:
+    """How many responses differ between servers, and between a server full and one request at a time."""
+    together = [sample(url, range(REQUESTS)) for url in urls]
+    alone = [sample(urls[0], [n])[0] for n in range(REQUESTS)]
+    between = sum(a != b for a, b in zip(*together, strict=True))
+    batch = sum(a != b for a, b in zip(together[0], alone, strict=True))
+    other = sum(a == b for a, b in zip(together[0], sample(urls[0], range(REQUESTS), seed=2), strict=True))
+    print(
+        f"{REQUESTS} responses of {TOKENS} tokens: {between} differ between servers TP{ENGINES}, {batch} between "
+        f"{REQUESTS} at once and one at a time, {REQUESTS - other} between two seeds",
+        flush=True,
+    )
+    return between + batch + (other == REQUESTS)
+
+
 def start(directory: Path, sizes: list[int], workers: int) -> server.Server:
     config, port, log = (
         configuration(directory, sizes, workers),
@@ -190,6 +224,7 @@ def main(sizes: list[int]) -> int:
                 print(*(server.tail(each.log) for each in started), sep="\n", file=sys.stderr)
                 return 1
             result: dict[str, Any] = json.loads((directory / "result.json").read_text())
+            result["differing"] += compare_samples([each.url for each in started])
         finally:
             server.stop([each.process for each in started])
     return 1 if result["differing"] or not result["compared"] else 0

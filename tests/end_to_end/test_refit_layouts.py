@@ -1,4 +1,4 @@
-"""A learner in four parts hands its weights to servers of one and of two workers; every parameter is compared."""
+"""A learner in four parts hands its weights to servers of one and of two workers: parameters and samples compared."""
 
 import re
 import subprocess
@@ -14,3 +14,7 @@ def test_refits_put_every_element_where_it_belongs():
     assert run.returncode == 0, run.stdout + run.stderr
     (counts,) = re.findall(r"3 refits, (\d+) parameters compared, (\d+) differ", run.stdout)
     assert int(counts[0]) > 500 and counts[1] == "0"
+    (counts,) = re.findall(
+        r"48 responses .*: (\d+) differ between servers .*, (\d+) between 48 .*, (\d+) between", run.stdout
+    )
+    assert counts[:2] == ("0", "0") and int(counts[2]) > 40

@@ -64,6 +64,7 @@ def config(make_config) -> Config:
 def test_a_run_from_start_to_export(config):
     config.loop.updates, config.loop.max_lag = 6, 2
     config.probe.every = 2
+    config.rollout.temperature = 0.8
     run = subprocess.run(command(config), capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "mismatch at equal weights, tokens" in run.stdout and f"{config.run_dir}/policy" in run.stdout
