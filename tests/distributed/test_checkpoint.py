@@ -1,0 +1,116 @@
+"""Converted checkpoints under Megatron-Core's own load, its own checkpoints under ours, one layout under another."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_rlzero.architectures.checkpoint_layout import smallest_world
+from megatron_rlzero.convert import to_hf, to_megatron
+from megatron_rlzero.launch import launch
+from tests.checkpoints import config, read, same_bits, write
+
+MODELS = {
+    "moe": config("qwen3_moe", hidden_size=64, head_dim=16),
+    "qwen2": config("qwen2", hidden_size=64, head_dim=16, tie_word_embeddings=True),
+}
+#: how GPTModel may number layers and experts: on axes, layers in the key, both in the key
+FORMS = {
+    "homogeneous": {},
+    "numbered": {"non_homogeneous_layers": True},
+    "singleton": {"singleton_local_shards": True},
+}
+TENSOR, PIPELINE, EXPERT = (f"{x}_model_parallel_size" for x in ("tensor", "pipeline", "expert"))
+#: ranks -> layout that saves, layout that loads
+LAYOUTS = {
+    2: ({TENSOR: 2, EXPERT: 2}, {PIPELINE: 2}),
+    4: ({TENSOR: 2, PIPELINE: 2, EXPERT: 2}, {EXPERT: 2}),  # two ranks hold each expert
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: write(root / name, hf) for name, hf in MODELS.items()}
+
+
+def run(world: int, steps: list[dict], out: Path) -> None:
+    path = out / f"steps{world}.json"
+    path.write_text(json.dumps(steps, default=str))
+    assert launch(["-m", "tests.distributed.checkpoint_ranks", str(path)], world) == 0
+
+
+def sizes_of_eight(name: str):
+    return smallest_world(2, 2, 2, 1) if name == "moe" else smallest_world(4, 2, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def one(models, tmp_path_factory) -> Path:
+    """One rank loads what ``convert`` wrote for many, and saves."""
+    out = tmp_path_factory.mktemp("one")
+    steps = []
+    for name, model in models.items():
+        for naming, kind in (("hybrid", "learner"), ("gpt", "stock")):
+            source = out / f"{name}_{naming}"
+            to_megatron(model, source, sizes_of_eight(name), naming)
+            common = {"kind": kind, "model": model, "from": source}
+            if kind == "learner":
+                steps.append(common | {"assemble": f"{name}.safetensors"})
+            for form, metadata in FORMS.items():
+                saved = f"{name}_{form}_{kind}"
+                steps.append(common | {"to": out / saved, "metadata": metadata})
+                if name == "moe" and form != "homogeneous":
+                    steps[-1]["entries"] = saved
+    run(1, steps, out)
+    return out
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
+def many(request, models, one, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("many")
+    steps = []
+    for name, model in models.items():
+        save, load = (
+            {EXPERT: 1} | {k: v for k, v in layout.items() if name == "moe" or k != EXPERT}
+            for layout in LAYOUTS[request.param]
+        )
+        common = {"kind": "learner", "model": model}
+        steps += [
+            common | {"sizes": save, "from": "hf", "to": out / f"{name}_saved"},
+            common | {"sizes": load, "from": out / f"{name}_saved", "assemble": f"{name}_own.safetensors"},
+            common | {"sizes": save, "from": one / f"{name}_hybrid", "assemble": f"{name}_converted.safetensors"},
+        ]
+    run(request.param, steps, out)
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_megatron_loads_what_convert_writes(models, one, name):
+    assert same_bits(load_file(one / f"{name}.safetensors"), read(models[name]))
+    assert not same_bits(load_file(one / f"{name}.safetensors"), read(models["qwen2" if name == "moe" else "moe"]))
+
+
+@pytest.mark.parametrize("kind", ["learner", "stock"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints_of_the_learner_and_of_a_stock_gpt_model_are_read(models, one, tmp_path, name, form, kind):
+    to_hf(one / f"{name}_{form}_{kind}", tmp_path / "back", models[name])
+    assert same_bits(read(tmp_path / "back"), read(models[name]))
+
+
+@pytest.mark.parametrize("form", ["numbered", "singleton"])
+def test_the_learners_experts_are_saved_as_megatrons(one, form):
+    ours, theirs = (json.loads((one / f"moe_{form}_{kind}.0.json").read_text()) for kind in ("learner", "stock"))
+    assert ours == theirs
+    assert len(ours) == 3 * 6 * (3 + 2)  # layers, experts: gate, up, down and two states
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_of_one_layout_is_whole_under_another(models, many, tmp_path, name):
+    to_hf(many / f"{name}_saved", tmp_path / "back", models[name])
+    for found in (
+        read(tmp_path / "back"),
+        *(load_file(many / f"{name}_{x}.safetensors") for x in ("own", "converted")),
+    ):
+        assert same_bits(found, read(models[name]))
