@@ -115,6 +115,8 @@ class RolloutConfig:
 class Refit:
     every: int = 1
     """Versions between two refits of the servers; at most loop.max_lag + 1."""
+    backend: str = "gloo"
+    """gloo | nccl: gloo goes through host memory everywhere; nccl needs a GPU of its own for every rank and worker."""
     interface: str = "lo"
     """Network interface over which weights go; lo is this machine alone. The same name on every node."""
     deadline_s: float = 120.0

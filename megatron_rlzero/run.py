@@ -114,6 +114,7 @@ def _join(config: Config, servers: list[tuple[str, str, int]]) -> tuple[Learner,
         weights.engine_layout if config.kernels == "aligned" else weights.whole_layout,
         weights.dtypes,
         store,
+        config.refit.backend,
         config.refit.interface,
         config.refit.deadline_s,
     )

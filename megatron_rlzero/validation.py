@@ -78,6 +78,7 @@ CHOICES = {
     "loop.advantage": tuple(ADVANTAGES),
     "environment.kind": KINDS,
     "probe.on_mismatch": ("stop", "log"),
+    "refit.backend": ("gloo", "nccl"),
 }
 
 

@@ -119,7 +119,7 @@ def rank_main(directory: Path, sizes: list[int], urls: list[str]) -> None:
     servers = [(f"server of {n}", url, n) for n, url in zip(ENGINES, urls, strict=True)]
     refit = Refit(
         servers, dist.get_rank(), dist.get_world_size(), weights.layout, weights.engine_layout, weights.dtypes, store,
-        "lo", 120.0,
+        "gloo", "lo", 120.0,
     )  # fmt: skip
     random = np.random.default_rng(0)
     responses = [

@@ -57,6 +57,7 @@ class Refit:
         engine: workers of a server -> worker -> the pieces that it wants.
         dtypes: Hugging Face name -> dtype, on both sides and on the wire.
         store: the learner ranks' common store; None is enough for one rank.
+        backend: gloo or nccl.
         interface: network interface of this machine and of the servers' over which the weights go.
         deadline_s: for the rendezvous, and for one push to one server.
 
@@ -74,12 +75,13 @@ class Refit:
         engine: Callable[[int], Layout],
         dtypes: Mapping[str, torch.dtype],
         store: Store | None,
+        backend: str,
         interface: str,
         deadline_s: float,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.dtypes, self.deadline_s = dtypes, deadline_s
-        self.store, self.interface = store, interface
+        self.store, self.backend, self.interface = store, backend, interface
         self.links: list[_Link] = []
         self.agreements = 0
         self.instance = store.add(f"refit/instances/{rank}", 1) if store is not None else 0
@@ -104,11 +106,12 @@ class Refit:
             RuntimeError: on every rank: a server refused the weights, or none is left.
         """
         start = time.monotonic()
-        host = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        # gloo reads host memory.
+        sent = {n: t.detach() if self.backend == "nccl" else t.detach().cpu() for n, t in tensors.items()}
         failures = {}
         for link in self.links:
             try:
-                self._push(link, host, version)
+                self._push(link, sent, version)
             except (OSError, RuntimeError) as error:
                 failures[link.name] = f"{link.name}: {error}"
         # Rank 0 drives the servers: what it saw decides, and a rank that failed alone stops the run.
@@ -140,6 +143,8 @@ class Refit:
         limit = timedelta(seconds=self.deadline_s)
         try:
             execute(link.transfers, self.rank, link.group, tensors, {}, self.dtypes, limit)
+            if self.backend == "nccl":
+                torch.cuda.synchronize()  # the optimizer may write to the weights as soon as this returns
         except RuntimeError:
             if update is not None:
                 update.result()  # what the server says is the better reason
@@ -166,6 +171,7 @@ class Refit:
             info = {
                 "host": host,
                 "port": port,
+                "backend": self.backend,
                 "interface": self.interface,
                 "learners": self.world_size,
                 "workers": link.workers,
@@ -178,7 +184,7 @@ class Refit:
         else:
             host, port = self._agree(lambda: None)
             link.store = TCPStore(host, port, None, False, limit)
-        link.group = join(link.store, self.rank, size, self.interface, self.deadline_s)
+        link.group = join(link.store, self.rank, size, self.backend, self.interface, self.deadline_s)
         refusal = None
         if answer is not None and (error := answer.exception()) is not None:
             refusal = str(error)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
 
 from megatron_rlzero.resharding.layout import Box
 from megatron_rlzero.resharding.plan import Transfer
@@ -15,14 +16,19 @@ from megatron_rlzero.resharding.plan import Transfer
 REFUSED = "refused the weights"
 
 
-def join(store: TCPStore, rank: int, size: int, interface: str, deadline_s: float) -> ProcessGroupGloo:
-    """The gloo group of one server: learner ranks first, its workers after them. Every rank calls it.
+def join(store: TCPStore, rank: int, size: int, backend: str, interface: str, deadline_s: float) -> ProcessGroup:
+    """The group of one server: learner ranks first, its workers after them. Every rank calls it.
 
-    It is a group of its own, outside ``torch.distributed``'s default group and vLLM's, on ``interface``.
+    It is a group of its own, outside ``torch.distributed``'s default group and vLLM's. gloo's is on ``interface``;
+    NCCL finds its way by NCCL_SOCKET_IFNAME.
 
     Raises:
         RuntimeError: the others did not join within ``deadline_s`` seconds.
     """
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=deadline_s)
+        return dist.ProcessGroupNCCL(PrefixStore("refit", store), rank, size, options)
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=deadline_s)
     options._devices = [ProcessGroupGloo.create_device(interface=interface)]

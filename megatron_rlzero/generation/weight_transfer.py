@@ -33,6 +33,7 @@ class InitInfo(WeightTransferInitInfo):
 
     host: str
     port: int
+    backend: str
     interface: str
     learners: int
     workers: int
@@ -71,7 +72,7 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         deadline = timedelta(seconds=init_info.deadline_s)
         store = TCPStore(init_info.host, init_info.port, None, False, deadline)
         size = init_info.learners + init_info.workers
-        self.group = join(store, self.rank, size, init_info.interface, init_info.deadline_s)
+        self.group = join(store, self.rank, size, init_info.backend, init_info.interface, init_info.deadline_s)
         self._check_complete()
 
     def _check_complete(self) -> None:
@@ -101,14 +102,17 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def start_weight_update(self) -> None:
-        """Staging is in host memory, where gloo writes; NaN shows what never came."""
+        """Staging is where the backend writes: gloo in host memory. NaN shows what never came."""
+        device = self.device if self.info.backend == "nccl" else torch.device("cpu")
         dtypes = {t.target_local: self.dtypes[t.tensor] for t in self.transfers}
-        self.staged: dict[str, Tensor] = {n: torch.zeros(self.staging[n], dtype=d) for n, d in dtypes.items()}
+        self.staged: dict[str, Tensor] = {
+            n: torch.zeros(self.staging[n], dtype=d, device=device) for n, d in dtypes.items()
+        }
         for transfer in self.transfers:
             self.staged[transfer.target_local][transfer.target_box.slices] = torch.nan
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class's, without its wait for an accelerator: the staged tensors are in host memory."""
+        """As the base class's, without its wait for an accelerator: validation waits for what was received."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:

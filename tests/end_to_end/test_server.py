@@ -75,7 +75,7 @@ def make_refit(engine: RolloutEngine, weights: Weights, deadline_s: float = 30.0
     servers = [(server.name, server.url, server.workers) for server in engine.servers]
     target = engine_layout_of(engine.config.model.path, **settings)
     dtypes = dict.fromkeys(shapes, torch.float32)
-    return Refit(servers, 0, 1, {0: whole_tensors(shapes)}, target, dtypes, None, "lo", deadline_s)
+    return Refit(servers, 0, 1, {0: whole_tensors(shapes)}, target, dtypes, None, "gloo", "lo", deadline_s)
 
 
 def engine_layout_of(directory: str | Path, **settings: int) -> Callable[[int], Layout]:
@@ -208,7 +208,7 @@ weights = load_file(sys.argv[2])
 shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
 store = TCPStore("127.0.0.1", int(sys.argv[3]), 2, False)
 dtypes = dict.fromkeys(shapes, torch.float32)
-refit = Refit([], 1, 2, halves(shapes), engine_layout_of(sys.argv[5]), dtypes, store, "lo", 30.0)
+refit = Refit([], 1, 2, halves(shapes), engine_layout_of(sys.argv[5]), dtypes, store, "gloo", "lo", 30.0)
 mine = local_half(weights, 1)
 refit.push(mine, int(sys.argv[4]))
 bad = {name: tensor.clone() for name, tensor in mine.items()}
@@ -255,7 +255,7 @@ def test_refit_from_two_ranks(
     arguments = [str(Path(__file__).parent), str(file), str(store.port), str(number), str(directories[0])]
     other = subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
     dtypes = dict.fromkeys(shapes, torch.float32)
-    refit = Refit(servers, 0, 2, halves(shapes), engine_layout_of(directories[0]), dtypes, store, "lo", 30.0)
+    refit = Refit(servers, 0, 2, halves(shapes), engine_layout_of(directories[0]), dtypes, store, "gloo", "lo", 30.0)
     stats = refit.push(local_half(weights[0], 0), number)
     assert stats.bytes == sum(tensor.numel() * 4 for tensor in weights[0].values())
     assert version(engine) == str(number)
