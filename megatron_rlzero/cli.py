@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rlzero.config import Config
 
 #: exit code of a configuration that cannot run
 INVALID = 2
@@ -25,11 +30,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("config", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
         command.set_defaults(run=run)
+    command = commands.add_parser("serve", help="one rollout server, for rollout.urls of a run")
+    command.add_argument("config", help="YAML file, the same as the run's")
+    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    command.add_argument("--port", type=int, default=8000)
+    command.set_defaults(run=serve)
     command = commands.add_parser("plot", help="write plot.png of a run: reward, KL, lag")
     command.add_argument("run_dir")
     command.set_defaults(run=plot)
+    _add_convert(commands)
+    command = commands.add_parser("estimate", help="memory per rank and the refit's plan, from configurations alone")
+    command.add_argument("config", help="YAML file; of model.path config.json is enough")
+    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    command.add_argument("--device-memory-gib", type=float, default=80.0, help="of one device (default 80)")
+    command.add_argument("--bandwidth-gib-s", type=float, default=10.0, help="that one rank sends (default 10)")
+    command.set_defaults(run=estimate)
     parsed = parser.parse_args(arguments)
     from megatron_rlzero.launch import is_rank, launcher
+    from megatron_rlzero.resharding.directories import CheckpointError
     from megatron_rlzero.validation import ConfigError
     from megatron_rlzero.watch import killed_with
 
@@ -39,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return parsed.run(parsed)
     except ConfigError as error:
         print("\n".join(error.violations), file=sys.stderr)
+        return INVALID
+    except CheckpointError as error:
+        print("\n".join(error.faults), file=sys.stderr)
         return INVALID
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -50,27 +72,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(parsed: argparse.Namespace) -> int:
     """Checks everything, then starts the ranks; a rank runs its part."""
-    from megatron_rlzero.launch import is_rank, launch
+    from megatron_rlzero.launch import is_rank, launch, launched_here
     from megatron_rlzero.validation import load
 
     if is_rank():
         from megatron_rlzero.run import train as run
 
-        run(load(parsed.config, parsed.overrides, starting=False))
+        # Under torchrun nobody has checked yet what has to hold before a start.
+        first = os.environ["RANK"] == "0" and not launched_here()
+        config = load(parsed.config, parsed.overrides, starting=first)
+        run(config)
+        if first:
+            _finish(config)
         return 0
     config = load(parsed.config, parsed.overrides)
     code = launch(["-m", "megatron_rlzero", "train", parsed.config, *parsed.overrides], config.learner.world_size)
     if code == 128 + signal.SIGINT:
         print(f"interrupted; what there is lies in {config.run_dir}", file=sys.stderr)
     if code == 0:
-        from rich.console import Console
-
-        from megatron_rlzero.plot import plot
-        from megatron_rlzero.summary import summarise
-
-        plot(config.run_dir)
-        summarise(config, Console(soft_wrap=True))
+        _finish(config)
     return code
+
+
+def _finish(config: Config) -> None:
+    from rich.console import Console
+
+    from megatron_rlzero.plot import plot
+    from megatron_rlzero.summary import summarise
+
+    plot(config.run_dir)
+    summarise(config, Console(soft_wrap=True))
+
+
+def serve(parsed: argparse.Namespace) -> int:
+    """Becomes the server, with the flags and the environment of one that a run starts itself."""
+    from megatron_rlzero.generation import server
+    from megatron_rlzero.validation import ConfigError, is_loopback, load
+
+    config = load(parsed.config, parsed.overrides, starting=False)
+    if not is_loopback(parsed.host) and not config.rollout.token_file:
+        raise ConfigError([f"--host = {parsed.host}: others can reach it; name a secret in rollout.token_file"])
+    command = [sys.executable, "-m", server.MODULE, *server.flags(config, parsed.port, parsed.host)]
+    os.execve(sys.executable, command, server.environment(config))
 
 
 def probe(parsed: argparse.Namespace) -> int:
@@ -90,6 +133,16 @@ def probe(parsed: argparse.Namespace) -> int:
     arguments.append(f"run_dir={given.run_dir}/probe-{given.kernels}-{time.strftime('%Y%m%d-%H%M%S')}")
     config = load(arguments[0], arguments[1:])
     return launch(["-m", "megatron_rlzero", "probe", *arguments], config.learner.world_size)
+
+
+def estimate(parsed: argparse.Namespace) -> int:
+    """Exit code 1 where a rank does not fit into its device."""
+    from megatron_rlzero.architectures import read_config
+    from megatron_rlzero.estimate_report import report
+    from megatron_rlzero.validation import load
+
+    config = load(parsed.config, parsed.overrides, starting=False, weights=False)
+    return 0 if report(config, read_config(config.model.path), parsed.device_memory_gib, parsed.bandwidth_gib_s) else 1
 
 
 def evaluate(parsed: argparse.Namespace) -> int:
@@ -122,3 +175,25 @@ def plot(parsed: argparse.Namespace) -> int:
 
     print(write(parsed.run_dir))
     return 0
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("convert", help="Hugging Face directory to Megatron distributed checkpoint, and back")
+    command.add_argument("source", help="Hugging Face directory, or Megatron distributed checkpoint")
+    command.add_argument("target", help="directory to make; it must not exist, or be empty")
+    command.add_argument("--to", required=True, choices=("megatron", "hf"))
+    for name in ("tensor-model", "pipeline-model", "expert-model", "expert-tensor"):
+        command.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N", help="of --to megatron")
+    command.add_argument("--naming", choices=("hybrid", "gpt"), default="hybrid", help="of --to megatron")
+    command.add_argument("--config", metavar="DIR", help="of --to hf: directory with config and tokenizer files")
+    command.add_argument(
+        "--verify", action="store_true", help="compare log-probs with transformers, within 1e-4 in fp32"
+    )
+    command.set_defaults(run=convert)
+
+
+def convert(parsed: argparse.Namespace) -> int:
+    """Writes the target beside its place and moves it there when it is whole."""
+    from megatron_rlzero.convert_command import run
+
+    return run(parsed)

@@ -5,8 +5,8 @@
 Every round copies the Hugging Face directory with ``cp -r``, converts it to a distributed checkpoint and converts that
 back. Before each of the three all dirty pages are written and the source is read once, so that all begin alike. ``cp``
 ends when its data are in the page cache, ``convert`` when they are on the disk: the second column of ratios is against
-a copy that waits for the disk too. Memory is the largest RssAnon of the converting process, sampled every 5 ms, above
-that after its imports.
+a copy that waits for the disk too. Memory is the largest RssAnon of the converting process, sampled every 10 ms, above
+that after its imports; processor time is of all its threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -71,28 +70,21 @@ def make_checkpoint(directory: Path, gib: float) -> dict[str, int]:
     return {"bytes": size, "largest": 2 * len(block)}
 
 
-def anonymous() -> int:
-    """Bytes of this process's memory that no file stands behind."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon: this needs Linux 4.5 or later")
+def anonymous(process: int | str = "self") -> int:
+    """Bytes of a process's memory that no file stands behind; 0 when it has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def child(to: str, source: str, target: str, tensor_parallel: int) -> None:
-    """Converts, and prints seconds and memory as JSON."""
+    """Converts, and prints seconds, and the memory before, as JSON."""
     from megatron_rlzero.architectures.checkpoint_layout import smallest_world
     from megatron_rlzero.convert import to_hf, to_megatron
 
-    before, peak, done = anonymous(), 0, threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not done.wait(0.005):
-            peak = max(peak, anonymous())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
+    before = anonymous()
     start, used = time.perf_counter(), sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     if to == "megatron":
         to_megatron(source, target, smallest_world(tensor_parallel, 1, 2, 1))
@@ -100,9 +92,20 @@ def child(to: str, source: str, target: str, tensor_parallel: int) -> None:
         to_hf(source, target)
     seconds = time.perf_counter() - start
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - used
-    done.set()
-    sampler.join()
-    print(json.dumps({"seconds": seconds, "cpu": used, "memory": max(peak - before, 0)}))
+    print(json.dumps({"seconds": seconds, "cpu": used, "before": before}))
+
+
+def converted(arguments: list[str]) -> dict[str, float]:
+    """What ``child`` prints, and the most memory that it had above that before; sampled from outside, every 10 ms."""
+    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE)
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, anonymous(process.pid))
+        time.sleep(0.01)
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    result = json.loads(process.stdout.read())
+    return result | {"memory": max(peak - result["before"], 0)}
 
 
 def settle(source: Path) -> None:
@@ -158,9 +161,8 @@ def main() -> None:
                 ("Megatron to HF", "hf", megatron, Path(directory) / "back"),
             ):
                 settle(source)
-                command = [sys.executable, __file__, "--tensor-parallel", str(parsed.tensor_parallel)]
-                run = subprocess.run([*command, "--child", to, source, target], check=True, stdout=subprocess.PIPE)
-                result = json.loads(run.stdout)
+                layout = ["--tensor-parallel", str(parsed.tensor_parallel)]
+                result = converted([*layout, "--child", to, str(source), str(target)])
                 seconds.setdefault(name, []).append(result["seconds"])
                 processor.setdefault(name, []).append(result["cpu"])
                 memory[name] = max(memory.get(name, 0), result["memory"])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -68,6 +72,11 @@ class GroupedLinear(Module):
     def forward(self, x: Tensor, rows: list[int]) -> Tensor:
         return self.product(x, [getattr(self, f"weight{k}") for k in range(self.experts)], rows)
 
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        for name in [n for n in state_dict if n.startswith(f"{prefix}_extra_state")]:
+            del state_dict[name]  # TransformerEngine's, empty outside fp8
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
 
 class GroupedExperts(MegatronModule):
     """SwiGLU experts on tokens sorted by expert. The routing probabilities are applied when outputs are combined."""
@@ -81,6 +90,43 @@ class GroupedExperts(MegatronModule):
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         rows = tokens_per_expert.tolist()
         return self.linear_fc2(self.config.operators.silu_and_mul(self.linear_fc1(x, rows)), rows), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """The entries of Megatron's TEGroupedMLP, so that distributed checkpoints of either load under the other.
+
+        Experts are numbered in the whole model: along an axis after ``sharded_offsets``, or in the key under
+        ``metadata["singleton_local_shards"]``.
+        """
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        data_parallel, singleton = metadata["dp_cp_group"], metadata.get("singleton_local_shards", False)
+        tensor_parallel = parallel_state.get_expert_tensor_parallel_group()
+        local, ranks = self.linear_fc1.experts, parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * local
+        entries: ShardedStateDict = {}
+        for linear, axis in (("linear_fc1", 0), ("linear_fc2", 1)):
+            for k in range(local):
+                number = (len(sharded_offsets), first + k, ranks * local)
+                offsets = tuple(sharded_offsets) if singleton else (*sharded_offsets, number)
+                module = f"{prefix}experts.{first + k}.{linear}." if singleton else f"{prefix}experts.{linear}."
+                state = {
+                    "weight": getattr(getattr(self, linear), f"weight{k}"),
+                    "_extra_state": torch.empty(0, dtype=torch.uint8),
+                }
+                shards = make_sharded_tensors_for_checkpoint(
+                    state, module, {"weight": axis}, offsets, tp_group=tensor_parallel, dp_cp_group=data_parallel
+                )
+                for entry in shards.values():
+                    entry.replica_id = (*entry.replica_id[:2], parallel_state.get_expert_data_parallel_rank())
+                weight = shards[f"{module}weight"]
+                if linear == "linear_fc1":
+                    weight = apply_swiglu_sharded_factory(
+                        weight, offsets, singleton, tp_group=tensor_parallel, dp_group=data_parallel
+                    )
+                entries[f"{prefix}{linear}.weight{k}"] = weight
+                entries[f"{prefix}{linear}._extra_state{k or ''}"] = shards[f"{module}_extra_state"]
+        return entries
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):

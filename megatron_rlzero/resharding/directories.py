@@ -31,6 +31,12 @@ def refuse_partial(directory: str | Path) -> None:
         raise CheckpointError(f"{path} is no directory")
 
 
+def partial_of(target: str | Path) -> Path:
+    """Where ``target`` is written before it is whole."""
+    target = Path(target).absolute()
+    return target.with_name(target.name + PARTIAL)
+
+
 @contextmanager
 def staged(target: str | Path) -> Iterator[Path]:
     """A directory beside ``target`` to write into, which becomes ``target`` when the block ends without an error.
@@ -40,10 +46,9 @@ def staged(target: str | Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the target exists and is not empty, or another process is writing it.
     """
-    target = Path(target).absolute()
+    target, partial = Path(target).absolute(), partial_of(target)
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not empty; remove it or name another target")
-    partial = target.with_name(target.name + PARTIAL)
     partial.mkdir(parents=True, exist_ok=True)
     lock = os.open(partial, os.O_RDONLY)
     try:

@@ -146,8 +146,8 @@ class SafetensorsWriter:
         if values.dtype != dtype or tuple(values.shape) != box.shape:
             raise ValueError(f"{tensor}: {values.dtype} {list(values.shape)} for {dtype} {list(box.shape)}")
         if box.start[1:] == (0,) * len(box.start[1:]) and box.stop[1:] == shape[1:]:
-            row = dtype.itemsize * Box.whole(shape[1:]).numel
-            write_all(file, as_bytes(values), start + (box.start[0] if box.start else 0) * row)
+            at = start + (box.start[0] if box.start else 0) * dtype.itemsize * Box.whole(shape[1:]).numel
+            write_all(file, as_bytes(values), at)
         else:
             # Rows in many short parts: a mapping takes one copy for all of them.
             path = f"/proc/self/fd/{file}"

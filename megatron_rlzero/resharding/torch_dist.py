@@ -149,9 +149,7 @@ class _Unpickler(pickle.Unpickler):
             return getattr(import_module(module), name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise CheckpointError(
-            f"the index of the checkpoint names {module}.{name}, which an index does not need: refused"
-        )
+        raise CheckpointError(f"{INDEX} names {module}.{name}, which no index needs: refused")
 
 
 class _Window(io.RawIOBase):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,10 @@ from megatron_rlzero.resharding.torch_dist import INDEX, MARKER
 OVERHEAD = 4096
 
 
+#: key, start in the global tensor (None for an object), file, offset, length
+Where = tuple[str, Sequence[int] | None, str, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A chunk to write: ``box`` of the global tensor ``key`` of ``shape``, into the file of ``rank``."""
@@ -56,7 +60,7 @@ class TorchDistWriter:
 
     Args:
         parts: all that is to be written by this process.
-        objects: unique key of an object without tensors -> rank that writes it; all of them are ``empty``.
+        objects: key of an object -> rank that writes it. All of them are empty states of modules.
         common: what Megatron calls the common state.
 
     Raises:
@@ -65,7 +69,7 @@ class TorchDistWriter:
 
     def __init__(self, directory: Path, parts: Iterable[Part], objects: dict[str, int], common: dict[str, Any]) -> None:
         self.directory = directory
-        self._where: dict[MetadataIndex, _StorageInfo] = {}
+        self._where: list[Where] = []
         self._files: dict[int, BinaryIO] = {}
         sizes: dict[int, int] = {}
         for part in parts:
@@ -81,23 +85,22 @@ class TorchDistWriter:
             self._write_object(rank, key, torch.empty(0, dtype=torch.uint8))
 
     def write(self, part: Part, values: Tensor) -> None:
-        """Appends a chunk; ``values`` [its box] fills its storage, or the storage's other bytes are written too."""
+        """Appends a chunk; ``values`` has the box's shape and its own storage, since torch.save writes whole ones."""
         if values.dtype != part.dtype or tuple(values.shape) != part.box.shape:
             raise ValueError(f"{part.name}: {values.dtype} {list(values.shape)}, not {part.dtype} {part.box.shape}")
-        index = MetadataIndex(part.key, part.box.start)
         with _no_checksums():
-            self._append(part.rank, index, values)
+            self._append(part.rank, part.key, part.box.start, values)
 
     def _write_object(self, rank: int, key: str, value: object) -> None:
-        self._append(rank, MetadataIndex(key), [value])
+        self._append(rank, key, None, [value])
 
-    def _append(self, rank: int, index: MetadataIndex, value: object) -> None:
+    def _append(self, rank: int, key: str, start: Sequence[int] | None, value: object) -> None:
         file = self._files[rank]
         offset = file.tell()
         torch.save(value, file)
-        self._where[index] = _StorageInfo(_file(rank), offset, file.tell() - offset)
+        self._where.append((key, start, _file(rank), offset, file.tell() - offset))
 
-    def close(self) -> dict[MetadataIndex, _StorageInfo]:
+    def close(self) -> list[Where]:
         """Cuts the files to their length, waits until they are on the disk; where everything lies."""
         for file in self._files.values():
             file.truncate()
@@ -108,22 +111,23 @@ class TorchDistWriter:
         return self._where
 
 
-def write_index(directory: Path, parts: Iterable[Part], where: dict[MetadataIndex, _StorageInfo]) -> None:
+def write_index(directory: Path, parts: Iterable[Part], where: Iterable[Where]) -> None:
     """Writes the index of all processes' chunks and objects, and then the marker.
 
     Raises:
         ValueError: a chunk of ``parts`` that nobody has written.
     """
+    storage = {MetadataIndex(key, start): _StorageInfo(*place) for key, start, *place in where}
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for part in parts:
-        if MetadataIndex(part.key, part.box.start) not in where:
+        if MetadataIndex(part.key, part.box.start) not in storage:
             raise ValueError(f"{part.name} has not been written")
         if part.key not in entries:
             entries[part.key] = TensorStorageMetadata(TensorProperties(part.dtype), torch.Size(part.shape), [])
         chunk = ChunkStorageMetadata(torch.Size(part.box.start), torch.Size(part.box.shape))
         entries[part.key].chunks.append(chunk)
-    entries |= {index.fqn: BytesStorageMetadata() for index in where if index.offset is None}
-    metadata = Metadata(entries, storage_data=where, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    entries |= {index.fqn: BytesStorageMetadata() for index in storage if index.offset is None}
+    metadata = Metadata(entries, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
     (directory / INDEX).write_bytes(pickle.dumps(metadata))
     (directory / MARKER).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 

@@ -1,0 +1,66 @@
+"""Random Hugging Face directories of every family, written without transformers: small, odd sizes."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rlzero.architectures import KNOWN, architecture
+
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 12,
+    "intermediate_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 3,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+
+
+def config(family: str, **settings: object) -> dict:
+    """config.json of a registered family; ``settings`` replace the sizes above."""
+    hf = {"model_type": family, **SIZES, **(EXPERTS if "moe" in family else {}), **settings}
+    faults = architecture(hf).unsupported(hf)
+    assert not faults, faults
+    return hf
+
+
+FAMILIES = KNOWN
+
+
+def write(directory: Path, hf: dict, seed: int = 0, mixed: bool = False) -> Path:
+    """Random bits that are finite: fp32, or bf16 with norms and router gates in fp32 where ``mixed``."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in architecture(hf).tensors(hf).items():
+        wide = not mixed or "norm" in name or name.endswith("mlp.gate.weight")
+        tensors[name] = torch.randn(shape, generator=generator).to(torch.float32 if wide else torch.bfloat16)
+    return write_tensors(directory, hf, tensors)
+
+
+def write_tensors(directory: Path, hf: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(hf))
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return directory
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a directory, by the safetensors library."""
+    return {n: t for file in sorted(directory.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Names, shapes, dtypes and bytes."""
+    bits = lambda t: (t.dtype, t.shape, bytes(t.flatten().view(torch.uint8).numpy()))  # noqa: E731
+    return one.keys() == other.keys() and all(bits(one[n]) == bits(other[n]) for n in one)
