@@ -46,7 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--device-memory-gib", type=float, default=80.0, help="of one device (default 80)")
     command.add_argument("--bandwidth-gib-s", type=float, default=10.0, help="that one rank sends (default 10)")
     command.set_defaults(run=estimate)
-    parsed = parser.parse_args(arguments)
+    parsed, rest = parser.parse_known_args(arguments)
+    # argparse takes no further positional after an option.
+    if rest and (not hasattr(parsed, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        parsed.overrides += rest
     from megatron_rlzero.launch import is_rank, launcher
     from megatron_rlzero.resharding.directories import CheckpointError
     from megatron_rlzero.validation import ConfigError

@@ -55,7 +55,7 @@ def test_two_nodes_and_an_attached_server(config: Config, tmp_path: Path, monkey
     OmegaConf.save(OmegaConf.structured(config), path)
     port, rendezvous = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
-    server = run(["megatron_rlzero", "serve", str(path), "--port", str(port)], tmp_path / "server.log")
+    server = run(["megatron_rlzero", "serve", str(path), "--port", str(port), "seed=1"], tmp_path / "server.log")
     nodes: list[subprocess.Popen] = []
     try:
         train = ["-m", "megatron_rlzero", "train", str(path), f"rollout.urls=[{url}]"]

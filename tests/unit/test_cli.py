@@ -222,3 +222,23 @@ def test_evaluate_ends_the_servers_after_an_error(engine, base, capsys):
     assert cli.main(["evaluate", base, "seed=13"]) == 1
     assert capsys.readouterr().err == "RuntimeError: server 0 died\n"
     assert engine.made[0].calls[-1] == ("close",)
+
+
+def test_overrides_may_come_after_options(monkeypatch, base, capsys):
+    """As in serve CONFIG --port 8100 a.b=c, which a launch script writes."""
+    started = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    cli.main(["serve", base, "seed=3", "--port", "8123", "rollout.temperature=0.5"])
+    ((_, command, variables),) = started
+    assert command[command.index("--port") + 1] == "8123"
+    assert json.loads(variables["MEGATRON_RLZERO_SERVER"])["temperature"] == 0.5
+    for arguments in (["serve", base, "--port", "1", "--part", "2"], ["plot", "run", "a.b=c"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 2 and "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_a_server_that_others_can_reach_needs_a_secret(monkeypatch, base, capsys):
+    monkeypatch.setattr(os, "execve", lambda *arguments: pytest.fail("started"))
+    assert cli.main(["serve", base, "--host", "10.0.0.9"]) == 2
+    assert "rollout.token_file" in capsys.readouterr().err
