@@ -61,6 +61,8 @@ class RunLog:
         if path.exists():
             raise FileExistsError(f"run_dir = {self.run_dir}: already holds a run; choose another directory")
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / CONFIG_FILE)
+        if path.exists() and not path.stat().st_size:
+            path.unlink()  # of a start that failed
         self._file = path.open("x", encoding="utf-8")
         self._tensorboard = Writer(str(self.run_dir / TENSORBOARD_DIR))
         self._console = console or Console(soft_wrap=True)

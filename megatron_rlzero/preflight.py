@@ -234,6 +234,10 @@ def check_ports(f: Findings) -> None:
                 f.add("rollout.port", f"port {port} is taken or not allowed", "choose another, or 0 for free ones")
 
 
+def _holds_lines(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
 def check_run_dir(f: Findings) -> None:
     """run_dir can be written to and holds no run."""
     if not f.usable("run_dir"):
@@ -241,7 +245,7 @@ def check_run_dir(f: Findings) -> None:
     path = Path(f.config.run_dir)
     if not f.config.run_dir:
         f.reject("run_dir", "empty", "give a directory")
-    elif (path / "metrics.jsonl").exists():
+    elif _holds_lines(path / "metrics.jsonl"):  # a start that failed leaves an empty one
         f.reject("run_dir", "already holds a run", "remove it or choose another directory")
     else:
         existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())

@@ -73,6 +73,8 @@ def test_run_directory(empty, good, tmp_path):
     run.mkdir()
     assert violations(empty, good, starting=True) == []
     (run / "metrics.jsonl").touch()
+    assert violations(empty, good, starting=True) == []  # what a start that failed leaves
+    (run / "metrics.jsonl").write_text("{}\n")
     (found,) = violations(empty, good, starting=True)
     assert found == f"run_dir = {run}: already holds a run; remove it or choose another directory"
     assert violations(empty, good, starting=False) == []
