@@ -59,10 +59,10 @@ class RunLog:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         path = self.run_dir / METRICS_FILE
         if path.exists():
-            raise FileExistsError(f"run_dir = {self.run_dir}: already holds a run; choose another directory")
-        OmegaConf.save(OmegaConf.structured(config), self.run_dir / CONFIG_FILE)
-        if path.exists() and not path.stat().st_size:
+            if path.stat().st_size:
+                raise FileExistsError(f"run_dir = {self.run_dir}: already holds a run; choose another directory")
             path.unlink()  # of a start that failed
+        OmegaConf.save(OmegaConf.structured(config), self.run_dir / CONFIG_FILE)
         self._file = path.open("x", encoding="utf-8")
         self._tensorboard = Writer(str(self.run_dir / TENSORBOARD_DIR))
         self._console = console or Console(soft_wrap=True)

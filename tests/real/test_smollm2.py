@@ -1,9 +1,12 @@
-"""Real weights: SmolLM2-135M-Instruct gives one log-prob per token in the engine, in the learner, in transformers."""
+"""Real weights: SmolLM2-135M-Instruct, converted and exported, in the engine, in the learner and in transformers."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_rlzero.architectures import architecture, read_config
@@ -21,8 +24,38 @@ NAMES = ("smollm2_fp32", "smollm2_bf16")
 
 
 @pytest.fixture(scope="module")
-def models(smollm2) -> dict[str, Path]:
-    return {"smollm2": smollm2}
+def exported(smollm2, tmp_path_factory) -> Path:
+    """Converted to a Megatron checkpoint of six ranks, verified, and exported from it, verified again."""
+    work = tmp_path_factory.mktemp("converted")
+    sizes = ["--tensor-model-parallel-size", "3", "--pipeline-model-parallel-size", "2"]
+    for source, target, to in (
+        (smollm2, work / "megatron", ["megatron", *sizes]),
+        (work / "megatron", work / "hf", ["hf"]),
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "megatron_rlzero",
+            "convert",
+            str(source),
+            str(target),
+            "--verify",
+            "--to",
+            *to,
+        ]
+        subprocess.run(command, check=True)
+    return work / "hf"
+
+
+@pytest.fixture(scope="module")
+def models(exported) -> dict[str, Path]:
+    return {"smollm2": exported}
+
+
+def test_conversion_keeps_every_bit(smollm2, exported):
+    before, after = (load_file(directory / "model.safetensors") for directory in (smollm2, exported))
+    assert before.keys() == after.keys() and len(after) == 272
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
 
 
 @pytest.fixture(scope="module")
