@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rlzero.architectures import Architecture
 from megatron_rlzero.architectures.layouts import Parallel, engine_layout, finest, learner_layout
+from megatron_rlzero.checkpoints import CONFIG, WEIGHTS, open_checkpoint, view
 from megatron_rlzero.invariance.megatron import PolicyModel
-from megatron_rlzero.resharding.layout import Layout, whole_tensors
+from megatron_rlzero.resharding.directories import CheckpointError, carry_over, staged
+from megatron_rlzero.resharding.layout import Box, Layout, whole_tensors
 from megatron_rlzero.resharding.plan import plan
+from megatron_rlzero.resharding.safetensors_files import SafetensorsWriter, Spec
 from megatron_rlzero.resharding.transport import execute
-
-#: A safetensors file of an exported directory holds at most this many bytes of tensors.
-SHARD_BYTES = 5 * 10**9
 
 
 class Weights:
@@ -60,8 +56,8 @@ class Weights:
         rules = family.parameters(hf, slices)
         # Rows of the vocabulary that are all padding are in no piece.
         absent = {piece.local for piece in self.layout[dist.get_rank()]} - self.local.keys()
-        if different := sorted(absent | (self.local.keys() - rules.keys())):
-            raise RuntimeError(f"rank {dist.get_rank()}: model and table of {hf['model_type']} differ in {different[:5]}")
+        if wrong := sorted(absent | (self.local.keys() - rules.keys())):
+            raise RuntimeError(f"rank {dist.get_rank()}: model and table of {hf['model_type']} differ in {wrong[:5]}")
         self.finest = finest(rules, slices)
 
     def engine_layout(self, workers: int) -> Layout:
@@ -73,15 +69,18 @@ class Weights:
         return {worker: whole_tensors(self.shapes) for worker in range(workers)}
 
     def load(self, directory: str | Path) -> None:
-        """Copies this rank's pieces from a Hugging Face directory, converting to the model's dtype.
+        """Copies this rank's pieces from a checkpoint of either kind, converting to the model's dtype.
 
         Raises:
-            ValueError: names a tensor that is missing or has another shape than the configuration implies.
+            CheckpointError: lists the tensors that are missing, extra or misshapen.
         """
-        with torch.no_grad(), _Checkpoint(directory) as checkpoint:
-            for piece in self.layout[dist.get_rank()]:
-                source = checkpoint.slice(piece.tensor, self.shapes[piece.tensor])[piece.box.slices]
-                self.local[piece.local][piece.local_box.slices].copy_(source)
+        source, pieces, faults = open_checkpoint(directory, self.family, self.hf)
+        if faults:
+            raise CheckpointError(*faults)
+        mine = self.layout[dist.get_rank()]
+        with torch.no_grad():
+            for t in plan({0: pieces}, {0: mine}):
+                self.local[t.target_local][t.target_box.slices].copy_(view(source[t.source_local], t.source_box))
 
     def assemble(self, local: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
         """Every tensor whole, on the CPU of rank 0; None on the other ranks.
@@ -103,49 +102,16 @@ class Weights:
         """
         tensors = self.assemble()
         if tensors is not None:
-            directory = Path(directory)
-            partial = directory.with_name(directory.name + ".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            for file in Path(origin).iterdir():
-                if file.is_file() and not file.name.startswith("model") and file.suffix != ".safetensors":
-                    shutil.copy2(file, partial / file.name)
             names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-            (partial / "config.json").write_text(json.dumps(self.hf | {"dtype": names[self.dtype]}, indent=2) + "\n")
-            _write_shards(partial, tensors)
-            if directory.exists():
-                old = directory.with_name(directory.name + ".old")
-                shutil.rmtree(old, ignore_errors=True)
-                os.rename(directory, old)
-                os.rename(partial, directory)
-                shutil.rmtree(old)
-            else:
-                os.rename(partial, directory)
+            with staged(directory, replace=True) as partial:
+                writer = SafetensorsWriter(partial, {n: Spec(self.shapes[n], t.dtype) for n, t in tensors.items()})
+                for name, tensor in tensors.items():
+                    writer.write(name, Box.whole(tensor.shape), tensor)
+                writer.close()
+                carry_over(Path(origin), partial, WEIGHTS, (CONFIG,))
+                config = self.hf | {"dtype": names[self.dtype]}
+                (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")  # last: it makes the directory whole
         dist.barrier()
-
-
-class _Checkpoint:
-    """Tensors of a Hugging Face directory, read by slices."""
-
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
-
-    def __enter__(self) -> _Checkpoint:
-        self.files = [safe_open(f, "pt") for f in sorted(self.directory.glob("*.safetensors"))]
-        self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.files.clear()
-        self.where.clear()
-
-    def slice(self, name: str, shape: tuple[int, ...]):
-        if name not in self.where:
-            raise ValueError(f"{self.directory} has no tensor {name}, which its config.json implies")
-        found = self.where[name].get_slice(name)
-        if tuple(found.get_shape()) != shape:
-            raise ValueError(f"{self.directory}: {name} is {found.get_shape()}, config.json implies {list(shape)}")
-        return found
 
 
 def _global_name(local: str, policy: PolicyModel) -> str:
@@ -157,26 +123,3 @@ def _global_name(local: str, policy: PolicyModel) -> str:
     name = f"decoder.layers.{layer.layer_number - 1}.{match[2]}"
     expert = re.fullmatch(r"(.*\.experts\.linear_fc[12]\.weight)(\d+)", name)
     return f"{expert[1]}{layer.mlp.local_expert_indices[int(expert[2])]}" if expert else name
-
-
-def _write_shards(directory: Path, tensors: dict[str, Tensor]) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    index = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(shard, file)
-    total = sum(t.nbytes for t in tensors.values())
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
-    )

@@ -23,9 +23,13 @@ from tests.tiny import learner_config, rollouts
 def run(case: dict, model: Path, out: Path, device: torch.device) -> None:
     settings = dict(case)
     name, likelihood = settings.pop("name"), settings.pop("likelihood", False)
+    checkpoint = settings.pop("checkpoint", None)
     advantages = torch.linspace(-1.5, 1.0, 12)
     batch = Batch.of(rollouts(12), torch.ones(12) if likelihood else advantages)
     learner = Learner(learner_config(model, out, world_size=dist.get_world_size(), **settings), device)
+    if checkpoint:
+        learner.weights.load(checkpoint)
+        learner.parts.optimizer.reload_model_params()
     log_pi, entropy = learner.score(batch)
     tensors: dict[str, torch.Tensor] = {"log_pi": log_pi, "entropy": entropy}
     if not settings.get("optimizer_use_distributed_optimizer"):

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rlzero.architectures import read_config
+from megatron_rlzero.architectures.layouts import Parallel
+from megatron_rlzero.convert import to_megatron
 from megatron_rlzero.launch import launch
 from tests import oracle
 from tests.tiny import make_qwen3_moe, rollouts
@@ -190,6 +192,18 @@ def test_more_layouts_agree_with_one_rank(one, model, tmp_path, world):
 @pytest.mark.parametrize("name", EXACT)
 def test_layouts_equal_one_rank_to_the_bit(one, two, name):
     assert_exact(one, two, name)
+
+
+def test_a_checkpoint_of_one_layout_trains_on_under_another(one, model, tmp_path):
+    """Written as eight ranks would, TP2 x EP2 x PP2; the model that the ranks start from has other weights."""
+    other = make_qwen3_moe(tmp_path / "other", seed=1)
+    to_megatron(model, tmp_path / "saved", Parallel(8, 2, 2, 2))
+    names = [name for name in EXACT if "bf16" not in name]
+    run(2, {name: CASES[2][name] | {"checkpoint": str(tmp_path / "saved")} for name in names}, other, tmp_path)
+    assert names
+    for name in names:
+        assert_exact(one, tmp_path, name)
+        assert [s["loss"] for s in steps(tmp_path, name)] == [s["loss"] for s in steps(one, "one_microbatched")]
 
 
 def assert_exact(one: Path, out: Path, name: str) -> None:
