@@ -39,16 +39,29 @@ def open_checkpoint(
     Raises:
         CheckpointError: what cannot be opened at all.
     """
-    directory = Path(directory)
+    kind = open_megatron if (Path(directory) / MARKER).is_file() else open_hf
+    return kind(directory, family, hf)
+
+
+def open_hf(
+    directory: str | Path, family: Architecture, hf: dict[str, Any]
+) -> tuple[SafetensorsReader, list[Piece], list[str]]:
+    """``open_checkpoint`` for a Hugging Face directory."""
     refuse_partial(directory)
-    if (directory / MARKER).is_file():
-        stored = TorchDistReader(directory)
-        pieces, faults = stored_pieces(family, hf, stored.chunks.values(), stored.objects)
-        used = {piece.local for piece in pieces}
-        return stored, pieces, faults + _not_floats({name: stored.chunks[name].dtype for name in sorted(used)})
-    held = SafetensorsReader(directory)
-    pieces, faults = held_pieces(_expected(family, hf, held), {n: s.shape for n, s in held.specs.items()})
-    return held, pieces, faults + _not_floats({n: s.dtype for n, s in held.specs.items()})
+    reader = SafetensorsReader(directory)
+    pieces, faults = held_pieces(_expected(family, hf, reader), {n: s.shape for n, s in reader.specs.items()})
+    return reader, pieces, faults + _not_floats({n: s.dtype for n, s in reader.specs.items()})
+
+
+def open_megatron(
+    directory: str | Path, family: Architecture, hf: dict[str, Any]
+) -> tuple[TorchDistReader, list[Piece], list[str]]:
+    """``open_checkpoint`` for a Megatron distributed checkpoint."""
+    refuse_partial(directory)
+    reader = TorchDistReader(directory)
+    pieces, faults = stored_pieces(family, hf, reader.chunks.values(), reader.objects)
+    used = {piece.local for piece in pieces}
+    return reader, pieces, faults + _not_floats({name: reader.chunks[name].dtype for name in sorted(used)})
 
 
 def view(tensor: Tensor, box: Box) -> Tensor:

@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rlzero.architectures import Architecture, architecture, read_config
-from megatron_rlzero.architectures.checkpoint_layout import OUTPUT_LAYER, shards, stored_pieces
+from megatron_rlzero.architectures.checkpoint_layout import OUTPUT_LAYER, shards
 from megatron_rlzero.architectures.checkpoint_names import place
-from megatron_rlzero.architectures.hf_layout import held_pieces
 from megatron_rlzero.architectures.layouts import Parallel
+from megatron_rlzero.checkpoints import CONFIG, WEIGHTS, open_hf, open_megatron
 from megatron_rlzero.resharding.directories import CheckpointError, carry_over, refuse_partial
 from megatron_rlzero.resharding.layout import Box, Layout, whole_tensors
 from megatron_rlzero.resharding.plan import Transfer, plan
 from megatron_rlzero.resharding.safetensors_files import (
-    DTYPES,
     SHARD_BYTES,
-    SafetensorsReader,
     SafetensorsWriter,
     Spec,
-    as_bytes,
 )
+from megatron_rlzero.resharding.streaming import Target, integers, stream
 from megatron_rlzero.resharding.team import Team
-from megatron_rlzero.resharding.torch_dist import INDEX, MARKER, TorchDistReader
+from megatron_rlzero.resharding.torch_dist import INDEX, MARKER, check_marker
 from megatron_rlzero.resharding.torch_dist_writer import Part, TorchDistWriter, write_index
 
 #: where a Megatron checkpoint keeps configuration and tokenizer files
 HF = "hf"
-CONFIG = "config.json"
-#: ends of names of files that hold weights, or say where they are
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp", ".index.json")
-FLOATS = frozenset(DTYPES.values())
 #: what Megatron calls the common state
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 #: told the size of the whole in bytes and of each part that is done
 Progress = Callable[[int, int], None]
@@ -70,9 +63,7 @@ def to_megatron(
     source = Path(source)
     refuse_partial(source)
     family, hf = _family(source)
-    reader = SafetensorsReader(source)
-    pieces, faults = held_pieces(_expected(family, hf, reader), {n: s.shape for n, s in reader.specs.items()})
-    faults += _not_floats({n: s.dtype for n, s in reader.specs.items()})
+    reader, pieces, faults = open_hf(source, family, hf)
     chunks, wrong_sizes = shards(family, hf, parallel, naming)
     _raise(faults + wrong_sizes)
     layout: Layout = defaultdict(list)
@@ -91,11 +82,17 @@ def to_megatron(
     with team.staged(target) as partial:
         mine = {key: rank for key, rank in objects.items() if rank % team.size == team.rank}
         writer = TorchDistWriter(partial, own, mine, COMMON)
-        assemble = _Assembly(reader, max(part.nbytes for part in parts))
-        chunks_in_turn = _ahead(lambda part: assemble(by_chunk.get(part.name, ()), part), own)
-        for part, values in zip(own, chunks_in_turn, strict=True):
-            writer.write(part, values)
-            progress(sum(part.nbytes for part in own), part.nbytes)
+        by_name = {part.name: part for part in own}
+        stream(
+            [Target(part.name, part.box.shape, part.dtype, by_chunk.get(part.name, ())) for part in own],
+            reader.__getitem__,
+            lambda transfer, values: _check_finite(transfer.source_local, values),
+            _reporting(
+                progress,
+                sum(part.nbytes for part in own),
+                lambda target, box, values: writer.write(by_name[target.name], box, values),
+            ),
+        )
         where = team.gather(writer.close())
         if team.rank == 0:
             (partial / HF).mkdir()
@@ -122,36 +119,38 @@ def to_hf(
     """
     source = Path(source)
     refuse_partial(source)
-    reader = TorchDistReader(source)
+    check_marker(source)
     origin = Path(config) if config is not None else source / HF
     if not (origin / CONFIG).is_file():
         raise CheckpointError(f"{origin} has no {CONFIG}; name a Hugging Face directory of the model with --config")
     family, hf = _family(origin)
-    pieces, faults = stored_pieces(family, hf, reader.chunks.values(), reader.objects)
-    used = {piece.local for piece in pieces}
-    faults += _not_floats({name: reader.chunks[name].dtype for name in sorted(used)})
+    reader, pieces, faults = open_megatron(source, family, hf)
     _raise(faults)
     shapes = family.tensors(hf)
     try:
         transfers = plan({0: pieces}, {0: whole_tensors(shapes)})
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
-    dtypes = _one_dtype(_group(transfers, lambda t: t.tensor), lambda t: reader.chunks[t.source_local].dtype)
-    by_chunk = _group(transfers, lambda t: t.source_local)
+    by_tensor = _group(transfers, lambda t: t.tensor)
+    dtypes = _one_dtype(by_tensor, lambda t: reader.chunks[t.source_local].dtype)
     specs = {name: Spec(shape, dtypes[name]) for name, shape in shapes.items()}
-    order = sorted(by_chunk, key=lambda name: (reader.chunks[name].file, reader.chunks[name].offset))
     team = team or Team()
-    own = order[team.rank :: team.size]
-    share = sum(t.box.numel * dtypes[t.tensor].itemsize for name in own for t in by_chunk[name])
+    own = [Target(n, *specs[n], by_tensor[n]) for n in list(specs)[team.rank :: team.size]]
     with team.staged(target) as partial:
         if team.rank:
             team.ask("files")
         writer = SafetensorsWriter(partial, specs, shard_bytes, first=team.rank == 0)
         team.tell("files", None)
-        for name, views in zip(own, _ahead(lambda name: _take_apart(by_chunk[name], reader), own), strict=True):
-            for transfer, view in zip(by_chunk[name], views, strict=True):
-                writer.write(transfer.tensor, transfer.target_box, view)
-                progress(share, view.nbytes)
+        stream(
+            own,
+            reader.__getitem__,
+            lambda transfer, values: _check_finite(transfer.tensor, values),
+            _reporting(
+                progress,
+                sum(prod(target.shape) * target.dtype.itemsize for target in own),
+                lambda target, box, values: writer.write(target.name, box, values),
+            ),
+        )
         writer.close()
         team.gather(None)
         if team.rank == 0:
@@ -178,28 +177,9 @@ def _family(directory: Path) -> tuple[Architecture, dict[str, Any]]:
     return family, hf
 
 
-def _expected(family: Architecture, hf: dict[str, Any], reader: SafetensorsReader) -> dict[str, tuple[int, ...]]:
-    """Tensors and shapes of config.json, and a copy of a tied embedding if there is one and it is equal."""
-    shapes = dict(family.tensors(hf))
-    if HEAD not in shapes and {HEAD, EMBEDDING} <= reader.specs.keys():
-        if reader.specs[HEAD] != reader.specs[EMBEDDING] or not torch.equal(
-            *(reader[name].flatten().view(torch.uint8) for name in (HEAD, EMBEDDING))
-        ):
-            raise CheckpointError(
-                f"{HEAD} is not {EMBEDDING}, but config.json has tie_word_embeddings: remove the tensor or untie them"
-            )
-        shapes[HEAD] = shapes[EMBEDDING]
-    return shapes
-
-
 def _raise(faults: Sequence[str]) -> None:
     if faults:
         raise CheckpointError(*faults)
-
-
-def _not_floats(dtypes: Mapping[str, torch.dtype | str]) -> list[str]:
-    known = ", ".join(sorted(str(d).removeprefix("torch.") for d in FLOATS))
-    return [f"{n}: dtype {d}, expected one of {known}" for n, d in dtypes.items() if d not in FLOATS]
 
 
 def _group(transfers: Iterable[Transfer], key: Callable[[Transfer], str]) -> dict[str, list[Transfer]]:
@@ -224,59 +204,25 @@ def _one_dtype(
     return result
 
 
-def _ahead[Item, Result](function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """``map`` that computes one result ahead, in a thread, while the one before is in use."""
-    with ThreadPoolExecutor(1) as pool:
-        before = None
-        for item in items:
-            coming = pool.submit(function, item)
-            if before is not None:
-                yield before.result()
-            before = coming
-        if before is not None:
-            yield before.result()
+def _reporting(
+    progress: Progress, total: int, write: Callable[[Target, Box, Tensor], None]
+) -> Callable[[Target, Box, Tensor], None]:
+    """``write``, of which each call is reported, by one thread at a time."""
+    lock = Lock()
 
+    def written(target: Target, box: Box, values: Tensor) -> None:
+        write(target, box, values)
+        with lock:
+            progress(total, values.nbytes)
 
-def _take_apart(transfers: Sequence[Transfer], source: TorchDistReader) -> list[Tensor]:
-    """What each transfer takes of the one chunk that all of them take from."""
-    chunk = source[transfers[0].source_local]
-    views = [_view(chunk, t.source_box) for t in transfers]
-    for t, view in zip(transfers, views, strict=True):
-        _check_finite(t.tensor, view)
-    return views
-
-
-class _Assembly:
-    """Makes chunks: the mapped file's own bytes where they lie there in one piece, else copies in a buffer.
-
-    There are two buffers, used in turn: a chunk is good until the one after the next is made.
-    """
-
-    def __init__(self, source: SafetensorsReader, largest: int) -> None:
-        self.source, self.buffers = source, [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
-
-    def __call__(self, transfers: Sequence[Transfer], part: Part) -> Tensor:
-        """The chunk's values, in a storage of just their size: torch.save writes whole storages."""
-        views = [_view(self.source[t.source_local], t.source_box) for t in transfers]
-        for t, view in zip(transfers, views, strict=True):
-            _check_finite(t.source_local, view)
-        if len(views) == 1 and views[0].numel() == part.box.numel and views[0].is_contiguous():
-            return torch.frombuffer(as_bytes(views[0]), dtype=part.dtype).view(part.box.shape)
-        self.buffers.reverse()
-        chunk = torch.frombuffer(as_bytes(self.buffers[0][: part.nbytes]), dtype=part.dtype).view(part.box.shape)
-        if sum(view.numel() for view in views) < chunk.numel():
-            chunk.zero_()  # rows of the padded vocabulary
-        for t, view in zip(transfers, views, strict=True):
-            _view(chunk, t.target_box).copy_(view)
-        return chunk
-
-
-def _view(tensor: Tensor, box: Box) -> Tensor:
-    """A box of a tensor whose leading axes are folded into the box's first one."""
-    return tensor.flatten(0, tensor.dim() - len(box.start))[box.slices]
+    return written
 
 
 def _check_finite(name: str, values: Tensor) -> None:
-    # A sum is one quick pass without memory of its own; that of finite values may overflow, so it only clears.
-    if not torch.isfinite(values.sum()) and not all(map(torch.isfinite, torch.aminmax(values))):
+    # Among bits taken as integers, those of NaN and infinity are the largest: of a positive one signed, of a negative
+    # one unsigned.
+    bits = integers(values)
+    infinity, negative = (int(integers(torch.tensor(sign * torch.inf, dtype=values.dtype))) for sign in (1, -1))
+    unsigned = bits.view(f"u{bits.dtype.itemsize}")
+    if bits.max() >= infinity or unsigned.max() >= negative % 2 ** (8 * bits.dtype.itemsize):
         raise CheckpointError(f"{name}: NaN or infinity among its values; mend the source")

@@ -176,6 +176,7 @@ def main() -> None:
         spread = f"{min(times):.2f} to {max(times):.2f} s"
         line = f"{name:16} {sizes['bytes'] / median / 1e9:6.2f} GB/s  ({spread})"
         line += f"  ratio to cp {plain / median:5.2f}, to cp on disk {synced / median:5.2f}"
+        line += f", best to best {min(seconds['cp -r']) / min(times):5.2f}"
         if name in processor:
             line += f"  processor {statistics.median(processor[name]):5.2f} s"
         if name in memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -12,6 +13,13 @@ from pathlib import Path
 
 #: what a directory that is being written ends with; it is never read
 PARTIAL = ".partial"
+
+
+#: After so many bytes the kernel is told to begin with a file; it would wait for seconds, and then be the last to end.
+WRITE_BEHIND = 64 * 2**20
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = ctypes.CDLL(None).sync_file_range
+_sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 class CheckpointError(ValueError):
@@ -38,16 +46,19 @@ def partial_of(target: str | Path) -> Path:
 
 
 @contextmanager
-def staged(target: str | Path) -> Iterator[Path]:
+def staged(target: str | Path, replace: bool = False) -> Iterator[Path]:
     """A directory beside ``target`` to write into, which becomes ``target`` when the block ends without an error.
 
     A partial directory that a dead process left is emptied and used again. After an error nothing is left.
+
+    Args:
+        replace: put it in the place of a directory that is there, once it is whole.
 
     Raises:
         CheckpointError: the target exists and is not empty, or another process is writing it.
     """
     target, partial = Path(target).absolute(), partial_of(target)
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+    if not replace and (target.is_file() or (target.is_dir() and any(target.iterdir()))):
         raise CheckpointError(f"{target} exists and is not empty; remove it or name another target")
     partial.mkdir(parents=True, exist_ok=True)
     lock = os.open(partial, os.O_RDONLY)
@@ -64,7 +75,14 @@ def staged(target: str | Path) -> Iterator[Path]:
         for path in sorted(partial.rglob("*")):
             sync(path)
         sync(partial)
-        os.rename(partial, target)
+        if replace and target.exists():
+            old = target.with_name(target.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(target, old)
+            os.rename(partial, target)
+            shutil.rmtree(old)
+        else:
+            os.rename(partial, target)
         sync(target.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -102,11 +120,30 @@ def allocate(path: Path, size: int) -> int:
     return file
 
 
-def write_all(file: int, data: memoryview, offset: int) -> None:
-    """pwrite of all bytes."""
-    while data.nbytes:
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
+class OutputFile:
+    """An open file, written in any order, by several threads; its bytes go to the disk while further ones come."""
+
+    def __init__(self, file: int) -> None:
+        self.file, self._waiting = file, 0
+
+    def write(self, data: bytes | memoryview, offset: int) -> None:
+        """pwrite of all bytes."""
+        data = memoryview(data)
+        self._waiting += data.nbytes
+        while data.nbytes:
+            written = os.pwrite(self.file, data, offset)
+            data, offset = data[written:], offset + written
+        if self._waiting >= WRITE_BEHIND:
+            self._waiting = 0
+            # It waits for nothing and promises nothing: a fault of the disk comes out of fsync.
+            _sync_file_range(self.file, 0, 0, _SYNC_FILE_RANGE_WRITE)
+
+    def close(self) -> None:
+        """Waits until the file is on the disk and closes it."""
+        try:
+            os.fsync(self.file)
+        finally:
+            os.close(self.file)
 
 
 def carry_over(source: Path, target: Path, weights: Sequence[str], besides: Sequence[str] = ()) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_rlzero.resharding.directories import CheckpointError, allocate, sync, write_all
+from megatron_rlzero.resharding.directories import CheckpointError, OutputFile, allocate
 from megatron_rlzero.resharding.layout import Box
 
 INDEX = "model.safetensors.index.json"
@@ -123,43 +123,42 @@ class SafetensorsWriter:
         self, directory: Path, specs: Mapping[str, Spec], shard_bytes: int = SHARD_BYTES, first: bool = True
     ) -> None:
         self.directory, self.specs = directory, specs
-        self._at: dict[str, tuple[int, int]] = {}
-        self._files: dict[str, int] = {}
+        self._at: dict[str, tuple[OutputFile, int]] = {}
+        self._files: dict[str, OutputFile] = {}
         shards = _shards(specs, shard_bytes)
         for i, shard in enumerate(shards, 1):
             name = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
             header, starts, size = _header(shard, specs)
-            file = allocate(directory / name, size) if first else os.open(directory / name, os.O_RDWR)
+            file = OutputFile(allocate(directory / name, size) if first else os.open(directory / name, os.O_RDWR))
             self._files[name] = file
             self._at |= {tensor: (file, start) for tensor, start in starts.items()}
             if first:
-                write_all(file, memoryview(header), 0)
+                file.write(header, 0)
         if first and len(shards) > 1:
             weight_map = {t: name for name, shard in zip(self._files, shards, strict=True) for t in shard}
             index = {"metadata": {"total_size": sum(map(_nbytes, specs.values()))}, "weight_map": weight_map}
             (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, tensor: str, box: Box, values: Tensor) -> None:
-        """Writes ``values`` to a box of a tensor; their shape and dtype are the box's."""
+        """Writes ``values`` to a box of a tensor; their shape and dtype are the box's. Threads may call it at once."""
         file, start = self._at[tensor]
         shape, dtype = self.specs[tensor]
         if values.dtype != dtype or tuple(values.shape) != box.shape:
             raise ValueError(f"{tensor}: {values.dtype} {list(values.shape)} for {dtype} {list(box.shape)}")
         if box.start[1:] == (0,) * len(box.start[1:]) and box.stop[1:] == shape[1:]:
             at = start + (box.start[0] if box.start else 0) * dtype.itemsize * Box.whole(shape[1:]).numel
-            write_all(file, as_bytes(values), at)
+            file.write(as_bytes(values), at)
         else:
             # Rows in many short parts: a mapping takes one copy for all of them.
-            path = f"/proc/self/fd/{file}"
+            path = f"/proc/self/fd/{file.file}"
             size = start + _nbytes(self.specs[tensor])
             mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
             mapped[start:].view(dtype).view(shape)[box.slices].copy_(values)
 
     def close(self) -> None:
         """Waits until the files are on the disk and closes them."""
-        for name, file in self._files.items():
-            os.close(file)
-            sync(self.directory / name)
+        for file in self._files.values():
+            file.close()
         self._files.clear()
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import mmap
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,8 @@ from megatron_rlzero.resharding.layout import Box
 #: written last by whoever saves a checkpoint
 MARKER = "metadata.json"
 INDEX = ".metadata"
+#: Linux's; the module has no name for it
+_MAP_NORESERVE = 0x4000
 _CHECKPOINT = "torch.distributed.checkpoint"
 #: Everything that the pickled index may name. dtypes of torch come on top.
 ALLOWED = {
@@ -75,11 +78,12 @@ class TorchDistReader:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        _check_marker(self.directory)
+        check_marker(self.directory)
         metadata = read_index(self.directory / INDEX)
         self.chunks: dict[str, Chunk] = {}
         self.objects: list[str] = []
-        self._mapped: tuple[str, mmap.mmap | None] = ("", None)
+        self._begin: dict[tuple, tuple[bytes, Callable[[memoryview], Tensor]]] = {}
+        self._mapped: dict[str, mmap.mmap] = {}
         faults, needed = [], dict[str, int]()
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
@@ -101,6 +105,11 @@ class TorchDistReader:
         """A chunk, mapped: reading it takes no memory of its own."""
         chunk = self.chunks[name]
         window = memoryview(self._map(chunk.file))[chunk.offset : chunk.offset + chunk.length]
+        # Chunks of one shape begin alike: where the values of one lie, they lie in the other.
+        same = (chunk.box.shape, chunk.dtype, chunk.length)
+        start, values = self._begin.get(same, (None, None))
+        if start is not None and window[: len(start)] == start:
+            return values(window)
         try:
             # On "meta" torch.load says where in the file the values are, and does not read them.
             saved = torch.load(_Window(window), map_location="meta", weights_only=True)
@@ -111,16 +120,23 @@ class TorchDistReader:
             raise CheckpointError(f"{name}: found {found}, {INDEX} says {chunk.dtype} {list(chunk.box.shape)}")
         storage = saved.untyped_storage()
         count = storage.nbytes() // chunk.dtype.itemsize
-        values = torch.frombuffer(window, dtype=chunk.dtype, count=count, offset=storage._checkpoint_offset)
-        return values.as_strided(saved.shape, saved.stride(), saved.storage_offset())
+        at, strides = storage._checkpoint_offset, (saved.shape, saved.stride(), saved.storage_offset())
+
+        def values(window: memoryview) -> Tensor:
+            return torch.frombuffer(window, dtype=chunk.dtype, count=count, offset=at).as_strided(*strides)
+
+        self._begin[same] = bytes(window[:at]), values
+        return values(window)
 
     def _map(self, file: str) -> mmap.mmap:
-        if self._mapped[0] != file:  # one file at a time: those that read go through them in order
+        if file not in self._mapped:
             with open(self.directory / file, "rb") as opened:
-                # private and writable, for torch warns of memory that cannot be written
-                access = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
-                self._mapped = (file, mmap.mmap(opened.fileno(), 0, **access))
-        return self._mapped[1]
+                # Private and writable, for torch warns of memory that cannot be written; nobody writes, so none is set
+                # aside for copies.
+                flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+                access = {"flags": flags, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+                self._mapped[file] = mmap.mmap(opened.fileno(), 0, **access)
+        return self._mapped[file]
 
 
 def read_index(path: Path) -> Metadata:
@@ -178,7 +194,7 @@ class _Window(io.RawIOBase):
         return len(part)
 
 
-def _check_marker(directory: Path) -> None:
+def check_marker(directory: Path) -> None:
     path = directory / MARKER
     if not path.is_file():
         raise CheckpointError(f"{directory} has no {MARKER}, which is written last: it is no whole Megatron checkpoint")

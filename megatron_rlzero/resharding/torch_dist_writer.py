@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +24,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_rlzero.resharding.directories import allocate
+from megatron_rlzero.resharding.directories import OutputFile, allocate
 from megatron_rlzero.resharding.layout import Box
+from megatron_rlzero.resharding.safetensors_files import as_bytes
 from megatron_rlzero.resharding.torch_dist import INDEX, MARKER
-
-#: what torch.save adds to the bytes of a tensor, at most
-OVERHEAD = 4096
-
 
 #: key, start in the global tensor (None for an object), file, offset, length
 Where = tuple[str, Sequence[int] | None, str, int, int]
@@ -56,7 +53,7 @@ class Part:
 
 
 class TorchDistWriter:
-    """Files ``__{rank}_0.distcp``, and then the index.
+    """Files ``__{rank}_0.distcp``, whose contents and sizes are fixed at the start, and then the index.
 
     Args:
         parts: all that is to be written by this process.
@@ -68,47 +65,54 @@ class TorchDistWriter:
     """
 
     def __init__(self, directory: Path, parts: Iterable[Part], objects: dict[str, int], common: dict[str, Any]) -> None:
-        self.directory = directory
-        self._where: list[Where] = []
-        self._files: dict[int, BinaryIO] = {}
+        self._files: dict[int, OutputFile] = {}
+        self._where: dict[str, Where] = {}
+        self._left: dict[str, int] = {}
         sizes: dict[int, int] = {}
+
+        def place(rank: int, name: str, key: str, start: Sequence[int] | None, length: int) -> None:
+            offset = sizes.get(rank, 0)
+            sizes[rank] = offset + length
+            self._where[name] = (key, start, _file(rank), offset, length)
+
+        parts = list(parts)
+        # An empty state is what TransformerEngine's modules keep outside fp8, and Megatron's own disregard.
+        empty = _saved([torch.empty(0, dtype=torch.uint8)])
+        contents = {key: (rank, empty) for key, rank in objects.items()}
+        if 0 in {part.rank for part in parts} | {*objects.values()}:
+            contents = {"common_state/shard_0_1": (0, _saved([common]))} | contents
+        for key, (rank, content) in contents.items():
+            place(rank, key, key, None, len(content))
         for part in parts:
-            sizes[part.rank] = sizes.get(part.rank, 0) + part.nbytes + OVERHEAD
-        for rank in objects.values():
-            sizes[rank] = sizes.get(rank, 0) + OVERHEAD
+            place(part.rank, part.name, part.key, part.box.start, part.nbytes + sum(map(len, _around(part))))
+            self._left[part.name] = part.nbytes
         for rank, size in sorted(sizes.items()):
-            self._files[rank] = os.fdopen(allocate(directory / _file(rank), size), "wb")
-        if 0 in self._files:
-            self._write_object(0, "common_state/shard_0_1", common)
-        for key, rank in objects.items():
-            # An empty state is what TransformerEngine's modules keep outside fp8, and Megatron's own disregard.
-            self._write_object(rank, key, torch.empty(0, dtype=torch.uint8))
+            self._files[rank] = OutputFile(allocate(directory / _file(rank), size))
+        for key, (rank, content) in contents.items():
+            self._files[rank].write(content, self._where[key][3])
 
-    def write(self, part: Part, values: Tensor) -> None:
-        """Appends a chunk; ``values`` has the box's shape and its own storage, since torch.save writes whole ones."""
-        if values.dtype != part.dtype or tuple(values.shape) != part.box.shape:
-            raise ValueError(f"{part.name}: {values.dtype} {list(values.shape)}, not {part.dtype} {part.box.shape}")
-        with _no_checksums():
-            self._append(part.rank, part.key, part.box.start, values)
+    def write(self, part: Part, box: Box, values: Tensor) -> None:
+        """Writes rows of a chunk: ``box`` counts from the chunk's own start, and is whole but for its first axis.
 
-    def _write_object(self, rank: int, key: str, value: object) -> None:
-        self._append(rank, key, None, [value])
-
-    def _append(self, rank: int, key: str, start: Sequence[int] | None, value: object) -> None:
-        file = self._files[rank]
-        offset = file.tell()
-        torch.save(value, file)
-        self._where.append((key, start, _file(rank), offset, file.tell() - offset))
+        The chunk's leading axes may be folded into the first. Threads may call it at once for different chunks.
+        """
+        if values.dtype != part.dtype or tuple(values.shape) != box.shape:
+            raise ValueError(f"{part.name}: {values.dtype} {list(values.shape)}, not {part.dtype} {list(box.shape)}")
+        before, after = _around(part)
+        offset = self._where[part.name][3]
+        row = values.nbytes // max(values.shape[0], 1)
+        self._files[part.rank].write(as_bytes(values), offset + len(before) + box.start[0] * row)
+        self._left[part.name] -= values.nbytes
+        if self._left[part.name] == 0:
+            self._files[part.rank].write(before, offset)
+            self._files[part.rank].write(after, offset + len(before) + part.nbytes)
 
     def close(self) -> list[Where]:
-        """Cuts the files to their length, waits until they are on the disk; where everything lies."""
+        """Waits until the files are on the disk; where all that is whole lies."""
         for file in self._files.values():
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
             file.close()
         self._files.clear()
-        return self._where
+        return [where for name, where in self._where.items() if not self._left.get(name)]
 
 
 def write_index(directory: Path, parts: Iterable[Part], where: Iterable[Where]) -> None:
@@ -136,12 +140,48 @@ def _file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-@contextmanager
-def _no_checksums() -> Iterator[None]:
-    """torch.load does not look at the zip checksums, which cost as much as the writing."""
+def _saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _around(part: Part) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the values of a chunk."""
+    return _archive(part.dtype, part.box.shape)
+
+
+@cache
+def _archive(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     before = torch.serialization.get_crc32_options()
+    # torch.load does not look at the zip checksums, which cost as much as the writing.
     torch.serialization.set_crc32_options(False)
     try:
-        yield
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(shape, dtype=dtype), around := _Around())
     finally:
         torch.serialization.set_crc32_options(before)
+    return bytes(around.parts[0]), bytes(around.parts[1])
+
+
+class _Around:
+    """A file that keeps what is written before and after the one place that is passed over."""
+
+    def __init__(self) -> None:
+        self.parts, self._at = [bytearray()], 0
+
+    def write(self, data: bytes) -> int:
+        self.parts[-1] += data
+        self._at += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> int:
+        self._at += offset
+        self.parts.append(bytearray())
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def flush(self) -> None:
+        pass

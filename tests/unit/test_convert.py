@@ -165,6 +165,13 @@ def test_truncated_safetensors(tmp_path, moe, capsys):
     refused(capsys, [moe, tmp_path / "target", "--to", "megatron"], "model.safetensors: cut off or damaged")
 
 
+@pytest.mark.parametrize("block", [1, 100, 1000])
+def test_tensors_of_several_blocks(tmp_path, moe, monkeypatch, block):
+    monkeypatch.setattr("megatron_rlzero.resharding.streaming.BLOCK", block)
+    monkeypatch.setattr("megatron_rlzero.resharding.directories.WRITE_BEHIND", block)
+    assert same_bits(read(moe), read(there_and_back(moe, tmp_path, (2, 1, 2, 2))))
+
+
 @pytest.fixture
 def megatron(tmp_path, moe):
     to_megatron(moe, tmp_path / "megatron", smallest_world(2, 1, 2, 1))
@@ -208,8 +215,20 @@ def test_nan_in_a_megatron_checkpoint(tmp_path, moe, capsys, monkeypatch):
     refused(capsys, [tmp_path / "megatron", tmp_path / "target", "--to", "hf"], f"{GATE}: NaN or infinity")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_every_bit_pattern_is_judged_as_torch_does(dtype):
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for low in (0, 1, -1):
+        wide = torch.stack([torch.full_like(halves, low)] * (dtype.itemsize // 2 - 1) + [halves], 1)  # little-endian
+        values = wide.view(dtype).flatten()
+        finite = torch.isfinite(values)
+        convert._check_finite("x", values[finite])
+        for wrong in values[~finite]:
+            with pytest.raises(CheckpointError, match="x: NaN or infinity"):
+                convert._check_finite("x", wrong.reshape(1))
+
+
 def test_large_values_are_no_fault(tmp_path, moe):
-    """Their sum overflows."""
     large = changed(moe, lambda t: t[GATE].fill_(torch.finfo(torch.float32).max))
     assert same_bits(read(large), read(there_and_back(large, tmp_path)))
 

@@ -1,5 +1,6 @@
 """Distributed checkpoints: the pickled index is restricted, chunks are read where they lie, keys name parameters."""
 
+import io
 import os
 import pickle
 import subprocess
@@ -26,7 +27,7 @@ def checkpoint(tmp_path):
     parts = [Part(rank, "w", box, (4, 6), VALUES.dtype) for rank, box in CHUNKS]
     writer = TorchDistWriter(tmp_path, parts, {"linear._extra_state/shard_0_1": 1}, {"iteration": 3})
     for part in reversed(parts):
-        writer.write(part, VALUES[part.box.slices].clone())
+        writer.write(part, Box.whole(part.box.shape), VALUES[part.box.slices])
     write_index(tmp_path, parts, writer.close())
     return tmp_path
 
@@ -46,11 +47,47 @@ def test_torch_reads_it(checkpoint):
 
 
 def test_strides_are_kept(tmp_path):
+    """Others save chunks with the strides that they had."""
     part = Part(0, "w", Box((0, 0), (6, 4)), (6, 4), VALUES.dtype)
     writer = TorchDistWriter(tmp_path, [part], {}, {})
-    writer.write(part, VALUES.T)
+    writer.write(part, Box.whole((6, 4)), VALUES.T)
     write_index(tmp_path, [part], writer.close())
     assert torch.equal(TorchDistReader(tmp_path)["w[0, 0]"], VALUES.T)
+    [chunk] = TorchDistReader(tmp_path).chunks.values()
+    saved = io.BytesIO()
+    torch.save(VALUES.T, saved)
+    assert saved.tell() == chunk.length
+    with open(tmp_path / chunk.file, "r+b") as file:
+        file.seek(chunk.offset)
+        file.write(saved.getvalue())
+    read = TorchDistReader(tmp_path)["w[0, 0]"]
+    assert torch.equal(read, VALUES.T) and read.stride() == (1, 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4)])
+def test_chunks_are_written_as_torch_save_writes_them(tmp_path, shape, dtype):
+    values = torch.randn(shape).to(dtype)
+    part = Part(2, "w", Box.whole(shape), shape, dtype)
+    writer = TorchDistWriter(tmp_path, [part], {}, {})
+    rows = values.flatten(0, -2) if values.dim() > 1 else values
+    for row in reversed(range(len(rows))):
+        start, stop = (row, *(0 for _ in rows.shape[1:])), (row + 1, *rows.shape[1:])
+        writer.write(part, Box(start, stop), rows[row : row + 1])
+    [(_, _, name, offset, length)] = writer.close()
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    torch.save(values, expected := io.BytesIO())
+    torch.serialization.set_crc32_options(before)
+    assert (tmp_path / name).read_bytes()[offset : offset + length] == expected.getvalue()
+
+
+def test_a_chunk_of_which_rows_are_missing_is_named(tmp_path):
+    part = Part(0, "w", Box((0, 0), (4, 6)), (4, 6), VALUES.dtype)
+    writer = TorchDistWriter(tmp_path, [part], {}, {})
+    writer.write(part, Box((1, 0), (4, 6)), VALUES[1:])
+    with pytest.raises(ValueError, match=r"w\[0, 0\] has not been written"):
+        write_index(tmp_path, [part], writer.close())
 
 
 def test_a_chunk_that_was_not_written_is_named(tmp_path):
