@@ -14,6 +14,7 @@ setup(
     + [KERNELS]
     + [f"{KERNELS}.{name}" for name in find_packages("kernels")],
     package_dir={KERNELS: "kernels"},
+    package_data={f"{KERNELS}.attention": ["native.cpp", "vectors.h"]},
     install_requires=[
         "torch==2.13.0",
         "megatron-core==0.19.2",

@@ -55,7 +55,7 @@ class RefitPlan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Ranks by number; ``flops`` per token and pipeline stage, forward; ``worker_bytes`` of a server worker's weights."""
+    """Ranks by number; ``flops`` per token and stage, forward; ``worker_bytes``: weights of a server's worker."""
 
     model_parameters: int
     ranks: list[Rank]

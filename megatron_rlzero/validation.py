@@ -90,9 +90,7 @@ class ConfigError(ValueError):
         self.violations = list(violations)
 
 
-def load(
-    path: str | Path, overrides: Sequence[str] = (), *, starting: bool = True, weights: bool = True
-) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), *, starting: bool = True, weights: bool = True) -> Config:
     """The configuration of a YAML file with ``section.key=value`` overrides, checked.
 
     Args:

@@ -1,4 +1,4 @@
-"""Causal attention of new tokens over a paged cache, with the arithmetic of ``reference.attend``.
+"""Torch's form of causal attention of new tokens over a paged cache, with the arithmetic of ``reference.attend``.
 
 A token's result is the same bits whether its sequence comes as one prefill, in chunks, or token by token, and whatever
 else is in the batch. What the layers of a step have in common is worked out once, by ``plan``.
@@ -25,14 +25,14 @@ class Rows:
         result, target: int64 [n], the real ones among sequences * rows, and their places in the batch.
         hidden: block -> bool [sequences, 1, 1, rows, keys], True where a row does not see a key; blocks of which every
             row sees every key are left out.
-        blocks: how many key blocks there are.
+        keys: how many keys some row sees, in whole blocks but for the last one.
     """
 
     source: Tensor
     result: Tensor
     target: Tensor
     hidden: dict[int, Tensor]
-    blocks: int
+    keys: int
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Batch:
     """Sequences that are computed together.
 
     Attributes:
-        pages: int64 [blocks, sequences * kv_heads], pages of the cache.
-        width: keys of the last block that are used, a multiple of tiles.ROWS. The values beyond would have the weight
-            zero, and come last in their sum.
+        pages: int64 [sequences * kv_heads * blocks], pages of the cache, those of one head of a sequence in order.
+        width: keys that are used, a multiple of tiles.ROWS. The values beyond would have the weight zero, and come last
+            in their sum.
     """
 
     sequences: int
@@ -76,14 +76,7 @@ def plan(
     kv_heads: int,
     dim: int,
 ) -> Plan:
-    """Where the new tokens' keys and values go, and which rows meet which pages.
-
-    Args:
-        block_table: int [sequences, blocks of the longest], block numbers of tiles.KEYS tokens each.
-        slots: int64 [tokens or more]: block * tiles.KEYS + place in it; negative for tokens that are not stored.
-        query_lengths: new tokens of each sequence, in the order of the batch.
-        lengths: tokens of each sequence, the new ones included.
-    """
+    """See ``dispatch.plan``."""
     device, tokens = block_table.device, sum(query_lengths)
     head = torch.arange(kv_heads, device=device)
     slots = slots[:tokens]
@@ -111,10 +104,10 @@ def plan(
             some = members[first : first + step]
             numbers = torch.tensor([[lengths[i], query_lengths[i], starts[i]] for i in some], device=device)
             table = block_table[some, :blocks].long()
-            pages = (table.T[:, :, None] * kv_heads + head).flatten(1)
-            width = tiles.round_up(lengths[some[-1]] - (blocks - 1) * tiles.KEYS, tiles.ROWS)
+            pages = (table[:, None, :] * kv_heads + head[:, None]).flatten()
+            width = tiles.round_up(lengths[some[-1]], tiles.ROWS)
             lowest = min(lengths[i] - query_lengths[i] for i in some)
-            parts = _rows(*numbers.T[:, :, None], rows, (blocks - 1) * tiles.KEYS + width, lowest)
+            parts = _rows(*numbers.T[:, :, None], rows, width, lowest)
             batches.append(Batch(len(some), pages, width, parts))
     return Plan(fresh, written, places, batches)
 
@@ -134,21 +127,13 @@ def _rows(end: Tensor, new: Tensor, start: Tensor, rows: int, keys: int, lowest:
             for j in range((lowest + first + 1) // tiles.KEYS, seen)
         }
         result = real[:, part].flatten().nonzero()[:, 0]
-        parts.append(Rows(source[:, part], result, source[:, part].flatten()[result], hidden, seen))
+        target, width = source[:, part].flatten()[result], min(seen * tiles.KEYS, keys)
+        parts.append(Rows(source[:, part], result, target, hidden, width))
     return parts
 
 
 def paged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Plan, scale: float) -> Tensor:
-    """Stores the new tokens' keys and values, then attends from each new token to its sequence up to itself.
-
-    Args:
-        q: [tokens, heads, dim], the new tokens of sequence 0, then of sequence 1, ...
-        k, v: [tokens, kv_heads, dim].
-        cache: [blocks, kv_heads, 2, tiles.KEYS, dim], keys and values; written in place.
-
-    Returns:
-        [tokens, heads, dim], dtype of ``q``. What lies in the cache beyond a sequence's end has no influence.
-    """
+    """See ``dispatch.paged_attention``."""
     kv_heads, dim = k.shape[1:]
     rows_of_cache, cache = cache.view(-1, dim), cache.flatten(0, 1)
     # A page begins as zeros: values beyond a sequence's end get the weight zero, but 0 * NaN is NaN.
@@ -156,11 +141,13 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Plan, 
     rows_of_cache.index_copy_(0, plan.places, torch.cat((k[plan.written], v[plan.written])).view(-1, dim))
     out = torch.empty_like(q)
     for batch in plan.batches:
-        keys_values = [cache.index_select(0, pages).float().unbind(1) for pages in batch.pages[:-1]]
-        keys_values.append([cache[:, i, : batch.width].index_select(0, batch.pages[-1]).float() for i in (0, 1)])
+        keys, values = (
+            cache[:, i].index_select(0, batch.pages).view(batch.sequences * kv_heads, -1, dim)[:, : batch.width].float()
+            for i in (0, 1)
+        )
         for rows in batch.rows:
-            queries = by_kv_head(q[rows.source], kv_heads)
-            result = attend(queries, keys_values[: rows.blocks], rows.hidden, batch.sequences, scale)
+            queries, seen = by_kv_head(q[rows.source], kv_heads), slice(rows.keys)
+            result = attend(queries, keys[:, seen], values[:, seen], rows.hidden, batch.sequences, scale)
             result = by_token(result, batch.sequences).flatten(0, 1)
             out.index_copy_(0, rows.target, result.index_select(0, rows.result).to(q.dtype))
     return out

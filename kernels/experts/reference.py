@@ -11,6 +11,8 @@ from megatron_rlzero.kernels.linear import linear
 
 #: Rows of all experts together, padding included, up to which one product over all of them is taken.
 FEW = 1024
+#: Rows of an expert in that product are padded to a multiple of this: the library's code for many rows starts here.
+LEAST = 8
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
@@ -41,7 +43,7 @@ def mlp(x: Tensor, experts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     Few rows go through one product over all experts, each padded to the same number of rows.
     """
     rows = torch.bincount(experts, minlength=len(w13))
-    most = tiles.round_up(max(int(rows.max()), 1), tiles.ROWS)
+    most = tiles.round_up(max(int(rows.max()), 1), LEAST)
     if len(w13) * most > FEW:
         counts = rows.tolist()
         return grouped_linear(silu_and_mul(grouped_linear(x, w13.unbind(), counts)), w2.unbind(), counts)

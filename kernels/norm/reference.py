@@ -34,7 +34,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.groups = (rows, heads)
         scale = _scale(x, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (x.float() * scale * weight.float()).to(x.dtype)
+        return (x.float() * scale).mul_(weight.float()).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -52,10 +52,10 @@ class _RMSNorm(torch.autograd.Function):
 
 def _scale(x: Tensor, eps: float) -> Tensor:
     """fp32 [..., 1]: 1 / sqrt(mean(x^2) + eps), from a division and a root, which every library rounds correctly."""
-    return 1.0 / (_sum(x.float().square()) / x.shape[-1] + eps).sqrt()
+    return _sum(x.float().square()).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
 
 
 def _sum(x: Tensor) -> Tensor:
     """Sum over the last dimension, kept, on whole row tiles."""
     rows = x.reshape(-1, x.shape[-1])
-    return tiles.pad_rows(rows).sum(-1)[: rows.shape[0]].reshape(*x.shape[:-1], 1)
+    return tiles.pad_rows(rows).sum(-1)[: rows.shape[0]].view(*x.shape[:-1], 1)

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, Store, TCPStore
 
 from megatron_rlzero.generation import http
 from megatron_rlzero.generation.rendezvous import REFUSED, join, to_json
+from megatron_rlzero.kernels import attention
 from megatron_rlzero.network import address
 from megatron_rlzero.resharding.layout import Layout
 from megatron_rlzero.resharding.plan import Transfer, plan
@@ -177,6 +178,7 @@ class Refit:
                 "workers": link.workers,
                 "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
                 "transfers": to_json(link.transfers),
+                "attention": attention.backend(),
                 "deadline_s": self.deadline_s,
             }
             answer = self.threads.submit(self._post, link, "/init_weight_transfer_engine", {"init_info": info})

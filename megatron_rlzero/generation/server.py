@@ -19,7 +19,7 @@ from megatron_rlzero.config import RESERVED_ENGINE_ARGS, Config
 from megatron_rlzero.generation import http
 from megatron_rlzero.generation.requests import ARGUMENT, ROUTE
 from megatron_rlzero.invariance.vllm import BACKEND, Settings
-from megatron_rlzero.kernels import libraries
+from megatron_rlzero.kernels import attention, libraries
 
 MODULE = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
@@ -173,7 +173,8 @@ def environment(config: Config) -> dict[str, str]:
     """A server's environment; with ``base_environment`` the only place where variables are set."""
     variables = base_environment()
     token_file = os.path.abspath(config.rollout.token_file) if config.rollout.token_file else ""
-    settings = Settings(config.rollout.temperature, config.kernels, config.reduction_slices, token_file)
+    operators = (config.kernels, config.reduction_slices, attention.backend())
+    settings = Settings(config.rollout.temperature, *operators, token_file)
     variables.update(settings.to_environment())
     variables.update(
         VLLM_SERVER_DEV_MODE="1",  # the routes for weights and pausing

@@ -39,6 +39,7 @@ class InitInfo(WeightTransferInitInfo):
     workers: int
     dtypes: dict[str, str]
     transfers: list[list[Any]]
+    attention: str
     deadline_s: float
 
 
@@ -78,6 +79,12 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _check_complete(self) -> None:
         """Every element of every tensor that this worker stages comes, padding of the vocabulary apart."""
         hf = read_config(self.model_config.model)
+        settings = Settings.from_environment()
+        if self.aligned and settings.attention != self.info.attention:
+            raise ValueError(
+                f"{REFUSED}: attention is {self.info.attention} on the learner and {settings.attention} here; both "
+                "need machines of one kind, with g++ and AVX-512 or without"
+            )
         if self.aligned:
             from megatron_rlzero.invariance.vllm_checks import parameters  # stock servers never import it
 

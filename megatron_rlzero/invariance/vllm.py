@@ -26,12 +26,14 @@ class Settings:
         temperature: divides the logits, for the draw and for the log-probs alike.
         kernels: aligned | stock, see Config.
         reduction_slices: see Config; the same number as on the learner.
+        attention: native | torch, see kernels/attention/dispatch.py; the same as on the learner.
         token_file: see RolloutConfig.
     """
 
     temperature: float
     kernels: str
     reduction_slices: int
+    attention: str
     token_file: str = ""
 
     def to_environment(self) -> dict[str, str]:
@@ -60,7 +62,9 @@ def register() -> None:
     )
     if settings.kernels == "aligned":
         from megatron_rlzero.invariance import vllm_layers
+        from megatron_rlzero.kernels import attention
 
+        attention.choose(settings.attention)
         vllm_layers.install(settings.reduction_slices, settings.temperature)
     elif settings.temperature != 1.0:
         _scale_logprobs(settings.temperature)

@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from megatron_rlzero.invariance.vllm_checks import Counted
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.attention import Plan, paged_attention, plan
+from megatron_rlzero.kernels.attention import paged_attention, plan
 
 
 class InvariantAttentionImpl(Counted, CPUAttentionBackendImpl):
@@ -49,7 +49,7 @@ class InvariantAttentionImpl(Counted, CPUAttentionBackendImpl):
         output[:n] = result.view(output[:n].shape)
         return output
 
-    def _plan(self, attn_metadata: Any) -> Plan:
+    def _plan(self, attn_metadata: Any) -> Any:
         lengths = attn_metadata.seq_lens.tolist()
         return plan(
             attn_metadata.block_table,

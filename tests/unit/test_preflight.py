@@ -62,7 +62,9 @@ def test_taken_ports_are_named_and_free_ones_pass(empty, good):
         port = listener.getsockname()[1]
         (found,) = violations(empty, [*good, f"rollout.port={port}"], starting=True)
         assert found.startswith(f"rollout.port = {port}: port {port} is taken")
-        assert violations(empty, [*good, f"rollout.port={port}", "rollout.urls=[http://127.0.0.1:1]"], starting=True) == []
+        assert (
+            violations(empty, [*good, f"rollout.port={port}", "rollout.urls=[http://127.0.0.1:1]"], starting=True) == []
+        )
         assert violations(empty, [*good, f"rollout.port={port}"], starting=False) == []
     assert violations(empty, [*good, f"rollout.port={port}"], starting=True) == []
     assert "do not all exist" in violations(empty, [*good, "rollout.port=65535", "rollout.servers=2"], starting=True)[0]

@@ -11,7 +11,9 @@ from tests.unit.setups import violations
 
 
 def test_a_right_configuration_loads_typed(empty, good):
-    config = load(empty, [*good, "learner.optimizer.lr=1e-3", "seed=${loop.updates}", "rollout.urls=[http://127.0.0.1:1]"])
+    config = load(
+        empty, [*good, "learner.optimizer.lr=1e-3", "seed=${loop.updates}", "rollout.urls=[http://127.0.0.1:1]"]
+    )
     assert isinstance(config, Config)
     assert config.learner.optimizer.lr == 1e-3
     assert config.seed == 100

@@ -1,0 +1,113 @@
+"""Attention as learner and engine call it, and the one choice between its two forms: native and torch.
+
+Native is native.cpp, compiled on demand; torch is what it is tested against, and what computes where there is no
+compiler, no AVX-512, or no CPU. They agree within rounding, not to the bit: learner and engine must take the same.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_rlzero.kernels.attention import compiler, native, paged, reference
+
+BACKENDS = ("native", "torch")
+_chosen = ""
+
+
+def backend() -> str:
+    """native | torch: what computes tensors in host memory in this process.
+
+    Unless ``choose`` was called, native where this machine can compile and run it.
+    """
+    return _chosen or BACKENDS[not compiler.usable()]
+
+
+def choose(name: str) -> None:
+    """Fixes ``backend`` for this process.
+
+    Raises:
+        ValueError: no backend has that name.
+        RuntimeError: native cannot be compiled or run here.
+    """
+    global _chosen
+    if name not in BACKENDS:
+        raise ValueError(f"attention = {name}: expected is one of {', '.join(BACKENDS)}")
+    if name == "native":
+        if not compiler.usable():
+            raise RuntimeError(
+                f"attention = native needs the compiler {compiler.COMPILER} and a CPU with AVX-512; "
+                "learner and engine have to run on machines of one kind"
+            )
+        compiler.library()
+    _chosen = name
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
+    """Softmax attention of every token over its document up to itself.
+
+    Args:
+        q: [tokens, heads, dim]; k, v: [tokens, kv_heads, dim]. A KV head serves heads / kv_heads query heads.
+        lengths: tokens of each document, in order; they sum to ``tokens``.
+        scale: factor on the scores.
+
+    Returns:
+        [tokens, heads, dim], dtype of ``q``; scores, softmax and sums are fp32.
+
+    The backward pass computes the weights again, in torch under both backends; memory is linear in a document's length.
+    """
+    if sum(lengths) != q.shape[0]:
+        raise ValueError(f"documents of {sum(lengths)} tokens in all for {q.shape[0]} query rows")
+    return _Attention.apply(q, k, v, lengths, scale)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, lengths, scale):
+        ctx.save_for_backward(q, k, v)
+        ctx.settings = (lengths, scale)
+        form = native if q.device.type == "cpu" and backend() == "native" else reference
+        return form.attention(q, k, v, lengths, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return *reference.gradients(*ctx.saved_tensors, *ctx.settings, grad), None, None
+
+
+def plan(
+    block_table: Tensor,
+    slots: Tensor,
+    query_lengths: list[int],
+    lengths: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+) -> native.Plan | paged.Plan:
+    """Where the new tokens' keys and values go, and which rows meet which pages.
+
+    Args:
+        block_table: int [sequences, blocks of the longest], block numbers of tiles.KEYS tokens each.
+        slots: int64 [tokens or more]: block * tiles.KEYS + place in it; negative for tokens that are not stored.
+        query_lengths: new tokens of each sequence, in the order of the batch.
+        lengths: tokens of each sequence, the new ones included.
+    """
+    if block_table.device.type == "cpu" and backend() == "native":
+        return native.plan(block_table, slots, query_lengths, lengths)
+    return paged.plan(block_table, slots, query_lengths, lengths, heads, kv_heads, dim)
+
+
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: native.Plan | paged.Plan, scale: float
+) -> Tensor:
+    """Stores the new tokens' keys and values, then attends from each new token to its sequence up to itself.
+
+    Args:
+        q: [tokens, heads, dim], the new tokens of sequence 0, then of sequence 1, ...
+        k, v: [tokens, kv_heads, dim].
+        cache: [blocks, kv_heads, 2, tiles.KEYS, dim], keys and values; written in place.
+
+    Returns:
+        [tokens, heads, dim], dtype of ``q``. What lies in the cache beyond a sequence's end has no influence.
+    """
+    form = native if isinstance(plan, native.Plan) else paged
+    return form.paged_attention(q, k, v, cache, plan, scale)
