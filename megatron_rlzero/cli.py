@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("config", help="YAML file, the same as the run's")
     command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    command.add_argument("--port", type=int, default=8000)
+    command.add_argument("--port", type=_port, default=8000)
     command.set_defaults(run=serve)
     command = commands.add_parser("plot", help="write plot.png of a run: reward, KL, lag")
     command.add_argument("run_dir")
@@ -43,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("estimate", help="memory per rank and the refit's plan, from configurations alone")
     command.add_argument("config", help="YAML file; of model.path config.json is enough")
     command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
-    command.add_argument("--device-memory-gib", type=float, default=80.0, help="of one device (default 80)")
-    command.add_argument("--bandwidth-gib-s", type=float, default=10.0, help="that one rank sends (default 10)")
+    command.add_argument("--device-memory-gib", type=_positive, default=80.0, help="of one device (default 80)")
+    command.add_argument("--bandwidth-gib-s", type=_positive, default=10.0, help="that one rank sends (default 10)")
     command.set_defaults(run=estimate)
     parsed, rest = parser.parse_known_args(arguments)
     # argparse takes no further positional after an option.
@@ -73,6 +74,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RuntimeError, ArithmeticError, OSError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
+    return value
+
+
+def _port(text: str) -> int:
+    """A port that nobody listens on."""
+    port = int(text)
+    if not 1 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{text}: give 1 to 65535")
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise argparse.ArgumentTypeError(f"{text}: another process listens on it; choose another")
+    return port
 
 
 def train(parsed: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from json import JSONDecodeError
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rlzero.architectures import Architecture, architecture, read_config
+from megatron_rlzero.architectures import Architecture, architecture, read_config, wrong_counts
 from megatron_rlzero.architectures.checkpoint_layout import OUTPUT_LAYER, shards
 from megatron_rlzero.architectures.checkpoint_names import place
 from megatron_rlzero.architectures.layouts import Parallel
@@ -162,16 +163,19 @@ def to_hf(
 
 def _family(directory: Path) -> tuple[Architecture, dict[str, Any]]:
     if not (directory / CONFIG).is_file():
-        raise CheckpointError(f"{directory} has no {CONFIG}: it is no whole Hugging Face directory")
+        hint = "; it is a Megatron checkpoint: --to hf" if (directory / MARKER).is_file() else ""
+        raise CheckpointError(f"{directory} has no {CONFIG}: it is no whole Hugging Face directory{hint}")
     try:
         hf = read_config(directory)
         family = architecture(hf)
-        _raise([f"{directory / CONFIG}: {line}" for line in family.unsupported(hf)])
+        _raise([f"{directory / CONFIG}: {line}" for line in wrong_counts(hf) or family.unsupported(hf)])
         family.tensors(hf)
     except KeyError as error:
         raise CheckpointError(f"{directory / CONFIG}: {error} is missing") from None
     except CheckpointError:
         raise
+    except JSONDecodeError as error:
+        raise CheckpointError(f"{directory / CONFIG} is no JSON: {error}") from None
     except ValueError as error:
         raise CheckpointError(f"{directory / CONFIG}: {error}") from None
     return family, hf

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 from types import TracebackType
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -29,6 +31,8 @@ INTERVAL = 10.0
 def run(parsed: Namespace) -> int:
     """Converts, alone or as one of torchrun's processes, and prints size and speed; 1 if --verify fails."""
     start = time.perf_counter()
+    _check_options(parsed)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that what is half written goes
     team = _team()
     with _Report(parsed.target) as report:
         progress = report if team.rank == 0 else lambda total, done: None
@@ -41,6 +45,23 @@ def run(parsed: Namespace) -> int:
     seconds = time.perf_counter() - start
     print(f"{parsed.target}: {size:,} bytes in {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s")
     return _verify(parsed) if parsed.verify else 0
+
+
+def _check_options(parsed: Namespace) -> None:
+    """Raises CheckpointError for options that the direction does not have, and for a target inside the source."""
+    faults = []
+    if parsed.to == "hf":
+        given = [name for name in SIZES if getattr(parsed, name) != 1]
+        given += ["naming"] if parsed.naming != "hybrid" else []
+        faults += [
+            f"--{name.replace('_', '-')} = {getattr(parsed, name)}: of --to megatron alone; remove it" for name in given
+        ]
+    elif parsed.config is not None:
+        faults.append(f"--config = {parsed.config}: of --to hf alone; remove it")
+    if Path(parsed.source).resolve() in Path(parsed.target).resolve().parents:
+        faults.append(f"{parsed.target} lies inside {parsed.source}; choose a target beside it")
+    if faults:
+        raise CheckpointError(*faults)
 
 
 def _team() -> Team:

@@ -159,8 +159,9 @@ def layer_activation_bytes(hf: dict[str, Any], itemsize: int, recompute: str) ->
     """What one layer keeps for its backward pass, bytes per token over all tensor-parallel ranks.
 
     Counted from the tensors that the operators of ``kernels`` save: inputs and normed inputs of attention and MLP, the
-    fused projection, queries and keys in fp32 for attention, the MLP's two products; with experts, k copies of each
-    token. Routing is taken as balanced. tests/distributed/test_estimate.py compares it with what is saved.
+    fused projection, queries and keys before and after the rotary embedding, the MLP's two products; with experts, k
+    copies of each token. Routing is taken as balanced. tests/distributed/test_estimate.py compares it with what is
+    saved.
     """
     family = architecture(hf)
     config = family.transformer_config(hf)
@@ -169,9 +170,7 @@ def layer_activation_bytes(hf: dict[str, Any], itemsize: int, recompute: str) ->
     kv = config["num_query_groups"] * config["kv_channels"]
     if recompute == "full":
         return 2 * itemsize * h
-    attention = itemsize * (2 * h + 3 * q + 2 * kv) + (
-        itemsize * (q + kv) if recompute == "selective" else 4 * (q + 2 * kv)
-    )
+    attention = itemsize * (2 * h + 4 * q + 3 * kv)  # its core computes its weights again, recompute or not
     k = config.get("moe_router_topk")
     if k is None:
         return attention + itemsize * (2 * h + 3 * config["ffn_hidden_size"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -29,7 +30,7 @@ def report(
         memory_gib: of one device.
         bandwidth_gib_s: that one rank sends or receives.
     """
-    console = console or Console(soft_wrap=True)
+    console = console or Console(soft_wrap=True, width=None if sys.stdout.isatty() else 110)
     found = estimate(config, hf)
     learner, rollout = config.learner, config.rollout
     console.print(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlzero import environments
-from megatron_rlzero.architectures import KNOWN, architecture
+from megatron_rlzero.architectures import KNOWN, architecture, wrong_counts
 from megatron_rlzero.config_io import Findings
 from megatron_rlzero.generation.token import read_token
 from megatron_rlzero.network import address
@@ -45,6 +45,10 @@ def check_model(f: Findings, weights: bool = True) -> None:
             f"known are {', '.join(KNOWN)}",
         )
         return
+    if wrong := wrong_counts(hf):
+        for fault in wrong:
+            f.add("model.path", f"config.json says {fault}", "correct it")
+        return
     for fault in architecture(hf).unsupported(hf):
         f.add("model.path", f"config.json says {fault}", "use a checkpoint without it")
     _check_sizes(f, hf)
@@ -66,12 +70,6 @@ def _read_config(f: Findings, path: Path) -> dict[str, Any] | None:
 
 def _check_sizes(f: Findings, hf: dict[str, Any]) -> None:
     """Heads, layers, experts and positions of the model against the parallel sizes and the lengths."""
-    names = ("num_attention_heads", "num_hidden_layers", "max_position_embeddings")
-    missing = [name for name in names if not isinstance(hf.get(name), int) or hf[name] < 1]
-    for name in missing:
-        f.add("model.path", f"config.json says {name} = {hf.get(name)}", "give it a positive integer")
-    if missing:
-        return
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads") or hf["num_attention_heads"]
     if heads % kv_heads:
         f.add(

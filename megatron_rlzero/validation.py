@@ -214,7 +214,7 @@ def _slices(f: Findings) -> None:
     if not f.usable("reduction_slices"):
         return
     if slices & (slices - 1):
-        f.add("reduction_slices", "not a power of two", "give a power of two")
+        f.reject("reduction_slices", "not a power of two", "give a power of two")
         return
     for key in ("learner.tensor_model_parallel_size", "rollout.tensor_model_parallel_size"):
         if f.usable(key) and slices % f.value(key):

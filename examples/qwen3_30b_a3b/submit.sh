@@ -10,6 +10,10 @@ shift
 export LEARNER_NODES=${LEARNER_NODES:-8} ROLLOUT_NODES=${ROLLOUT_NODES:-2}
 export GPUS_PER_NODE=${GPUS_PER_NODE:-8} GPUS_PER_SERVER=${GPUS_PER_SERVER:-4}
 export INTERFACE=${INTERFACE:-eth0} TOKEN_FILE=${TOKEN_FILE:-$PWD/.rollout-token}
+for name in LEARNER_NODES ROLLOUT_NODES GPUS_PER_NODE GPUS_PER_SERVER; do
+  [[ ${!name} =~ ^[1-9][0-9]*$ ]] || { echo "$name = ${!name}: give a number of 1 or more" >&2; exit 2; }
+done
+[[ -f $CONFIG ]] || { echo "$CONFIG: no such file; name a YAML file" >&2; exit 2; }
 script=$(dirname "$0")/slurm.sh
 command=(sbatch "--nodes=$((LEARNER_NODES + ROLLOUT_NODES))" "--gpus-per-node=$GPUS_PER_NODE" --export=ALL "$script" "$@")
 

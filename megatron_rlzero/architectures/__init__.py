@@ -61,6 +61,33 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return json.loads((Path(directory) / "config.json").read_text())
 
 
+#: settings that count something, of any family
+COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+)
+#: of these, what every family needs
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+
+def wrong_counts(hf: dict[str, Any]) -> list[str]:
+    """A line for each setting of config.json that is missing or no positive integer."""
+    given = [name for name in COUNTS if hf.get(name) is not None or name in NEEDED]
+    return [
+        f"{name} = {hf.get(name)!r}: not a positive integer"
+        for name in given
+        if not isinstance(hf.get(name), int) or isinstance(hf[name], bool) or hf[name] < 1
+    ]
+
+
 def architecture(hf: dict[str, Any]) -> Architecture:
     """The family of a config.json.
 

@@ -127,13 +127,14 @@ def shards(family: Architecture, hf: dict[str, Any], parallel: Parallel, naming:
     except ValueError as error:
         return [], [*faults, str(error)]
     result = []
+    misfits: dict[str, list[str]] = {}
     for name, rule in rules.items():
         at, expert = place(name, naming, layers, experts), expert_number(name)
         size = parallel.tensor_model_parallel_size if expert is None else parallel.expert_tensor_parallel_size
         try:
             list(rule.pieces(name, 0, size))
         except ValueError as error:
-            faults.append(str(error))
+            misfits.setdefault("tensor_model" if expert is None else "expert_tensor", []).append(str(error))
             continue
         shape = _padded(rule) if isinstance(rule, Vocabulary) else _shape(list(rule.pieces(name, 0, 1)))
         first = _stage(name, stage_of) * parallel.stage_size
@@ -148,7 +149,11 @@ def shards(family: Architecture, hf: dict[str, Any], parallel: Parallel, naming:
                 if (common := p.local_box.intersect(box))
             ]
             result.append(Shard(first + shard, at, chunk, (*at.axes, *shape), pieces))
-    return result, list(dict.fromkeys(faults))
+    for kind, lines in misfits.items():
+        size = f"{kind}_parallel_size"
+        more = f" (and {len(lines) - 1} more parameters)" if len(lines) > 1 else ""
+        faults.append(f"{size} = {getattr(parallel, size)}: {lines[0]}{more}; choose a divisor")
+    return result, faults
 
 
 def _rules(family: Architecture, hf: dict[str, Any], slices: int) -> dict[str, Rule]:

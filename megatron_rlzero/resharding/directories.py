@@ -58,6 +58,10 @@ def staged(target: str | Path, replace: bool = False) -> Iterator[Path]:
         CheckpointError: the target exists and is not empty, or another process is writing it.
     """
     target, partial = Path(target).absolute(), partial_of(target)
+    if target.name.endswith(PARTIAL):
+        raise CheckpointError(
+            f"{target}: names that end with {PARTIAL} are of half-written directories; choose another"
+        )
     if not replace and (target.is_file() or (target.is_dir() and any(target.iterdir()))):
         raise CheckpointError(f"{target} exists and is not empty; remove it or name another target")
     partial.mkdir(parents=True, exist_ok=True)

@@ -197,7 +197,10 @@ class _Window(io.RawIOBase):
 def check_marker(directory: Path) -> None:
     path = directory / MARKER
     if not path.is_file():
-        raise CheckpointError(f"{directory} has no {MARKER}, which is written last: it is no whole Megatron checkpoint")
+        hint = "; it is a Hugging Face directory: --to megatron" if (directory / "config.json").is_file() else ""
+        raise CheckpointError(
+            f"{directory} has no {MARKER}, which is written last: it is no whole Megatron checkpoint{hint}"
+        )
     try:
         backend = json.loads(path.read_text()).get("sharded_backend")
     except (ValueError, AttributeError):

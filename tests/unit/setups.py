@@ -6,6 +6,8 @@ from megatron_rlzero.validation import ConfigError, load
 
 HF = {
     "model_type": "qwen3_moe",
+    "vocab_size": 100,
+    "hidden_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,

@@ -25,6 +25,7 @@ def test_each_missing_part_of_the_model_directory_is_named(empty, good, tmp_path
     [
         ({"model_type": "gpt2"}, ["model_type = gpt2, an unknown family; known are llama, qwen2, qwen3, qwen3_moe"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers = None"]),
+        ({"num_hidden_layers": 0, "hidden_size": "64"}, ["hidden_size = '64'", "num_hidden_layers = 0"]),
         ({"attention_bias": True}, ["attention_bias = True"]),
         ({"num_hidden_layers": 3}, []),
         ({"num_key_value_heads": 3}, ["num_attention_heads = 4 and num_key_value_heads = 3"]),

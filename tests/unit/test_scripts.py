@@ -17,22 +17,23 @@ def test_scripts_parse(script):
     assert os.access(script, os.X_OK)
 
 
-def dry_run(**variables):
-    command = [str(EXAMPLE / "submit.sh"), "--dry-run", "a config.yaml", "loop.updates=7"]
+def dry_run(config, **variables):
+    command = [str(EXAMPLE / "submit.sh"), "--dry-run", str(config), "loop.updates=7"]
     environment = os.environ | {name: str(value) for name, value in variables.items()}
     output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     return [shlex.split(line) for line in output.splitlines()]
 
 
 def test_a_dry_run_prints_every_command(tmp_path):
-    token = tmp_path / "token"
-    sbatch, *servers, learner = dry_run(LEARNER_NODES=3, ROLLOUT_NODES=2, TOKEN_FILE=token, INTERFACE="ib0")
+    token, config = tmp_path / "token", tmp_path / "a config.yaml"
+    config.touch()
+    sbatch, *servers, learner = dry_run(config, LEARNER_NODES=3, ROLLOUT_NODES=2, TOKEN_FILE=token, INTERFACE="ib0")
     assert not token.exists()
     assert sbatch[0] == "sbatch" and "--nodes=5" in sbatch
     assert len(servers) == 2 * 2
     urls = []
     for command in servers:
-        assert command[0] == "srun" and command[command.index("serve") + 1] == "a config.yaml"
+        assert command[0] == "srun" and command[command.index("serve") + 1] == str(config)
         host, port = (command[command.index(flag) + 1] for flag in ("--host", "--port"))
         assert f"--nodelist={host}" in command
         urls.append(f"http://{host}:{port}")
@@ -48,3 +49,10 @@ def test_a_dry_run_prints_every_command(tmp_path):
 def test_without_a_configuration_it_says_how(tmp_path):
     run = subprocess.run([str(EXAMPLE / "submit.sh"), "--dry-run"], capture_output=True, text=True)
     assert run.returncode != 0 and "usage: submit.sh" in run.stderr
+
+
+@pytest.mark.parametrize("variables, said", [({"LEARNER_NODES": "x"}, "LEARNER_NODES = x: give"), ({}, "no such file")])
+def test_wrong_sizes_and_a_missing_file_are_named(variables, said):
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        dry_run("nowhere.yaml", **variables)
+    assert error.value.returncode == 2 and said in error.value.stderr
