@@ -11,13 +11,11 @@ import torch
 from megatron_rlzero.architectures.checkpoint_layout import stored_pieces
 from megatron_rlzero.architectures.hf_layout import held_pieces
 from megatron_rlzero.resharding.directories import CheckpointError, refuse_partial
-from megatron_rlzero.resharding.layout import Box, Piece
+from megatron_rlzero.resharding.layout import Piece
 from megatron_rlzero.resharding.safetensors_files import DTYPES, SafetensorsReader
 from megatron_rlzero.resharding.torch_dist import MARKER, TorchDistReader
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_rlzero.architectures import Architecture
 
 CONFIG = "config.json"
@@ -33,8 +31,8 @@ def open_checkpoint(
     """A Hugging Face directory, or a Megatron distributed checkpoint, of the model that ``hf`` describes.
 
     Returns:
-        The reader, the pieces that it holds (``view`` takes their local boxes), and a line for every tensor that is
-        missing, extra, misshapen or of no floating-point format.
+        The reader, the pieces that it holds (``streaming.view`` takes their local boxes), and a line for every tensor
+        that is missing, extra, misshapen or of no floating-point format.
 
     Raises:
         CheckpointError: what cannot be opened at all.
@@ -62,11 +60,6 @@ def open_megatron(
     pieces, faults = stored_pieces(family, hf, reader.chunks.values(), reader.objects)
     used = {piece.local for piece in pieces}
     return reader, pieces, faults + _not_floats({name: reader.chunks[name].dtype for name in sorted(used)})
-
-
-def view(tensor: Tensor, box: Box) -> Tensor:
-    """A box of a tensor whose leading axes are folded into the box's first one."""
-    return tensor.flatten(0, tensor.dim() - len(box.start))[box.slices]
 
 
 def _expected(family: Architecture, hf: dict[str, Any], reader: SafetensorsReader) -> dict[str, tuple[int, ...]]:

@@ -22,7 +22,7 @@ def usable() -> bool:
 
 
 @cache
-def library(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
+def compiled(flags: tuple[str, ...] = FLAGS) -> ctypes.CDLL:
     """The compiled library, from $XDG_CACHE_HOME/megatron_rlzero, ~/.cache if that is not set.
 
     Its file is named by sources, flags and compiler, and appears whole: processes may compile at the same time.

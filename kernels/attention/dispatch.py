@@ -38,7 +38,7 @@ def choose(name: str) -> None:
                 f"attention = native needs the compiler {compiler.COMPILER} and a CPU with AVX-512; "
                 "learner and engine have to run on machines of one kind"
             )
-        compiler.library()
+        compiler.compiled()
     _chosen = name
 
 

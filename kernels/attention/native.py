@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.attention.compiler import library
+from megatron_rlzero.kernels.attention.compiler import compiled
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -75,7 +75,7 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Plan, 
     strides = (stride * size for x in (k, v) for stride in x.stride()[:2])
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (k, v, cache, plan.slots))
     numbers = (tokens, kv_heads, dim * size, *strides)
-    library().store_pages(*pointers, *map(ctypes.c_int64, numbers))
+    compiled().store_pages(*pointers, *map(ctypes.c_int64, numbers))
     return _attend(q, *cache.unbind(2), plan, (cache.stride(0), cache.stride(1), dim), scale)
 
 
@@ -108,5 +108,5 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, strides: tuple[
         q.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
-    library().attend(ctypes.byref(call))
+    compiled().attend(ctypes.byref(call))
     return out

@@ -8,7 +8,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron_rlzero.architectures.checkpoint_names import Place, find, naming_of, passed_over, place
-from megatron_rlzero.architectures.layouts import Parallel, expert_number
+from megatron_rlzero.architectures.layouts import Parallel, count_experts, expert_number, stage_of
 from megatron_rlzero.architectures.rules import GroupedQKV, Rule, Split, Stacked, Vocabulary, padded_vocab_size
 from megatron_rlzero.resharding.layout import Box, Piece
 
@@ -65,7 +65,7 @@ def stored_pieces(
     naming = naming_of({chunk.key for chunk in chunks})
     if naming is None:
         return [], ["decoder.final_norm.weight (HybridModel) or decoder.final_layernorm.weight (GPTModel): missing"]
-    counts = _layers(rules), _experts(rules)
+    counts = _layers(rules), count_experts(rules)
     whole = {name: list(rule.pieces("", 0, 1)) for name, rule in rules.items()}
     pieces: list[Piece] = []
     faults: list[str] = []
@@ -112,7 +112,7 @@ def shards(family: Architecture, hf: dict[str, Any], parallel: Parallel, naming:
     """
     faults: list[str] = []
     rules = _rules(family, hf, parallel.tensor_model_parallel_size)
-    layers, experts = _layers(rules), _experts(rules)
+    layers, experts = _layers(rules), count_experts(rules)
     if experts and experts % parallel.expert_model_parallel_size:
         faults.append(
             f"expert_model_parallel_size = {parallel.expert_model_parallel_size} does not divide {experts} experts"
@@ -123,7 +123,7 @@ def shards(family: Architecture, hf: dict[str, Any], parallel: Parallel, naming:
         )
     stages = parallel.pipeline_model_parallel_size
     try:
-        stage_of = [s for s, cut in enumerate(family.layer_pattern(hf, stages).split("|")) for _ in cut]
+        stages_of_layers = [s for s, cut in enumerate(family.layer_pattern(hf, stages).split("|")) for _ in cut]
     except ValueError as error:
         return [], [*faults, str(error)]
     result = []
@@ -137,7 +137,7 @@ def shards(family: Architecture, hf: dict[str, Any], parallel: Parallel, naming:
             misfits.setdefault("tensor_model" if expert is None else "expert_tensor", []).append(str(error))
             continue
         shape = _padded(rule) if isinstance(rule, Vocabulary) else _shape(list(rule.pieces(name, 0, 1)))
-        first = _stage(name, stage_of) * parallel.stage_size
+        first = stage_of(name, stages_of_layers) * parallel.stage_size
         if expert is not None and experts % parallel.expert_model_parallel_size == 0:
             first += expert * parallel.expert_model_parallel_size // experts * parallel.expert_tensor_parallel_size
         for shard, box in _cut(rule, shape, size):
@@ -164,16 +164,6 @@ def _rules(family: Architecture, hf: dict[str, Any], slices: int) -> dict[str, R
 
 def _layers(rules: Iterable[str]) -> int:
     return (1 + max(int(m[1]) for name in rules if (m := re.match(r"decoder\.layers\.(\d+)\.", name)))) // 2
-
-
-def _experts(rules: Iterable[str]) -> int:
-    return 1 + max((n for n in map(expert_number, rules) if n is not None), default=-1)
-
-
-def _stage(name: str, stage_of_layer: Sequence[int]) -> int:
-    if match := re.match(r"decoder\.layers\.(\d+)\.", name):
-        return stage_of_layer[int(match[1])]
-    return 0 if name.startswith("embedding.") else stage_of_layer[-1]
 
 
 def _shape(pieces: Sequence[Piece], half: bool = False) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,7 +83,7 @@ def learner_layout(family: Architecture, hf: dict[str, Any], parallel: Parallel,
     rules = family.parameters(hf, slices)
     stages = parallel.pipeline_model_parallel_size
     stage_of_layer = [s for s, part in enumerate(family.layer_pattern(hf, stages).split("|")) for _ in range(len(part))]
-    experts = _experts(rules)
+    experts = count_experts(rules)
     if experts % parallel.expert_model_parallel_size:
         raise ValueError(
             f"expert_model_parallel_size = {parallel.expert_model_parallel_size} does not divide the {experts} experts"
@@ -101,7 +102,7 @@ def learner_layout(family: Architecture, hf: dict[str, Any], parallel: Parallel,
         size = parallel.tensor_model_parallel_size if expert is None else parallel.expert_tensor_parallel_size
         if name == "output_layer.weight" and tied and stages == 1:
             continue  # the embedding itself
-        stage = _stage(name, stage_of_layer, stages)
+        stage = stage_of(name, stage_of_layer)
         for shard in range(size):
             pieces = list(rule.pieces(name, shard, size))
             if expert is None:
@@ -124,7 +125,7 @@ def engine_layout(family: Architecture, hf: dict[str, Any], tensor_parallel_size
         ValueError: a size that does not divide heads, widths or vocabulary.
     """
     rules = family.engine_parameters(hf)
-    each, left = divmod(_experts(rules), tensor_parallel_size)
+    each, left = divmod(count_experts(rules), tensor_parallel_size)
     owner = [worker for worker in range(tensor_parallel_size) for _ in range(each + (worker < left))]
     layout: Layout = {worker: [] for worker in range(tensor_parallel_size)}
     tied = hf.get("tie_word_embeddings", False)
@@ -145,14 +146,16 @@ def expert_number(name: str) -> int | None:
     return int(_TRAILING.search(name)[0]) if ".experts." in name else None
 
 
-def _experts(rules: dict[str, Rule]) -> int:
+def count_experts(rules: Iterable[str]) -> int:
+    """Routed experts among parameters."""
     return 1 + max((n for n in map(expert_number, rules) if n is not None), default=-1)
 
 
-def _stage(name: str, stage_of_layer: list[int], stages: int) -> int:
+def stage_of(name: str, stage_of_layer: Sequence[int]) -> int:
+    """The pipeline stage of a parameter, named with numbers of the whole model."""
     if match := re.match(r"decoder\.layers\.(\d+)\.", name):
         return stage_of_layer[int(match[1])]
-    return 0 if name.startswith("embedding.") else stages - 1
+    return 0 if name.startswith("embedding.") else stage_of_layer[-1]
 
 
 def finest(rules: dict[str, Rule], slices: int) -> list[Piece]:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from megatron_rlzero.architectures import Architecture
 from megatron_rlzero.architectures.layouts import Parallel, engine_layout, finest, learner_layout
-from megatron_rlzero.checkpoints import CONFIG, WEIGHTS, open_checkpoint, view
+from megatron_rlzero.checkpoints import CONFIG, WEIGHTS, open_checkpoint
 from megatron_rlzero.invariance.megatron import PolicyModel
 from megatron_rlzero.resharding.directories import CheckpointError, carry_over, staged
 from megatron_rlzero.resharding.layout import Box, Layout, whole_tensors
 from megatron_rlzero.resharding.plan import plan
 from megatron_rlzero.resharding.safetensors_files import SafetensorsWriter, Spec
+from megatron_rlzero.resharding.streaming import view
 from megatron_rlzero.resharding.transport import execute
 
 

@@ -92,6 +92,11 @@ def stream(
             stopped = True
 
 
+def view(tensor: Tensor, box: Box) -> Tensor:
+    """A box of a tensor whose leading axes are folded into the box's first one."""
+    return tensor.flatten(0, tensor.dim() - len(box.start))[box.slices]
+
+
 def integers(values: Tensor) -> NDArray:
     """The bits of a tensor as integers: numpy works on them in the calling thread alone, and without the GIL."""
     return values.view(_INTEGERS[values.dtype.itemsize]).numpy()
@@ -117,7 +122,7 @@ def _assemble(
     for t, part in parts:
         tensor = read(t.source_local)
         source_box = part.shift(map(sub, t.source_box.start, t.target_box.start))
-        values = tensor.flatten(0, tensor.dim() - len(source_box.start))[source_box.slices]
+        values = view(tensor, source_box)
         check(t, values)
         if part == box and values.is_contiguous():
             return values

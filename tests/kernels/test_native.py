@@ -51,8 +51,8 @@ def test_another_instruction_set_gives_the_same_bits(monkeypatch, dtype, flags):
     """The order of every sum is the source's, not the compiler's."""
     inputs = make(LENGTHS, dtype, dim=24)
     wanted = native.attention(*inputs, LENGTHS, 0.2)
-    other = compiler.library((*compiler.FLAGS, *flags))
-    monkeypatch.setattr(native, "library", lambda: other)
+    other = compiler.compiled((*compiler.FLAGS, *flags))
+    monkeypatch.setattr(native, "compiled", lambda: other)
     assert torch.equal(native.attention(*inputs, LENGTHS, 0.2), wanted)
     assert not torch.equal(reference.attention(*inputs, LENGTHS, 0.2), wanted)
 
@@ -135,11 +135,11 @@ def test_without_a_compiler(monkeypatch):
 def test_the_library_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = (*compiler.FLAGS, "-O0")
-    compiler.library.__wrapped__(flags)
+    compiler.compiled.__wrapped__(flags)
     (path,) = (tmp_path / "megatron_rlzero").iterdir()
     made = path.stat().st_mtime_ns
-    compiler.library.__wrapped__(flags)
+    compiler.compiled.__wrapped__(flags)
     assert path.stat().st_mtime_ns == made
     with pytest.raises(RuntimeError, match="no-such-flag"):
-        compiler.library.__wrapped__((*compiler.FLAGS, "-fno-such-flag"))
+        compiler.compiled.__wrapped__((*compiler.FLAGS, "-fno-such-flag"))
     assert [path] == list((tmp_path / "megatron_rlzero").iterdir())
