@@ -1,11 +1,13 @@
 """Random Hugging Face directories of every family, written without transformers: small, odd sizes."""
 
 import json
+import re
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rlzero import cli
 from megatron_rlzero.architectures import KNOWN, architecture
 
 SIZES = {
@@ -64,3 +66,20 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
     """Names, shapes, dtypes and bytes."""
     bits = lambda t: (t.dtype, t.shape, bytes(t.flatten().view(torch.uint8).numpy()))  # noqa: E731
     return one.keys() == other.keys() and all(bits(one[n]) == bits(other[n]) for n in one)
+
+
+def refused(capsys, arguments: list, message: str) -> str:
+    """Exit code 2, the message, no target and nothing beside it."""
+    target = Path(arguments[1])
+    assert cli.main(["convert", *map(str, arguments)]) == 2
+    out = capsys.readouterr().err
+    assert re.search(message, out), out
+    assert not target.exists() and not target.with_name(target.name + ".partial").exists()
+    return out
+
+
+def changed(source: Path, change) -> Path:
+    tensors = read(source)
+    change(tensors)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return source

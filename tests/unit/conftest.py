@@ -2,6 +2,9 @@
 
 import pytest
 
+from megatron_rlzero.architectures.checkpoint_layout import smallest_world
+from megatron_rlzero.convert import to_megatron
+from tests.checkpoints import config, write
 from tests.unit.setups import write_model
 
 
@@ -24,3 +27,14 @@ def empty(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("")
     return path
+
+
+@pytest.fixture
+def moe(tmp_path):
+    return write(tmp_path / "moe", config("qwen3_moe"))
+
+
+@pytest.fixture
+def megatron(tmp_path, moe):
+    to_megatron(moe, tmp_path / "megatron", smallest_world(2, 1, 2, 1))
+    return tmp_path / "megatron"

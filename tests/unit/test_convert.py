@@ -1,33 +1,22 @@
 """``convert``: every bit comes back under every layout; faults are named, and leave no target."""
 
 import json
-import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
-from megatron_rlzero import cli, convert
+from megatron_rlzero import convert
 from megatron_rlzero.architectures.checkpoint_layout import smallest_world
 from megatron_rlzero.convert import to_hf, to_megatron
-from megatron_rlzero.launch import launch
-from megatron_rlzero.resharding.directories import CheckpointError, staged
-from tests.checkpoints import FAMILIES, config, read, same_bits, write, write_tensors
+from megatron_rlzero.resharding.directories import CheckpointError
+from tests.checkpoints import FAMILIES, changed, config, read, refused, same_bits, write, write_tensors
 
 GATE = "model.layers.1.mlp.experts.2.gate_proj.weight"
 UP = "model.layers.1.mlp.experts.2.up_proj.weight"
-
-
-@pytest.fixture
-def moe(tmp_path):
-    return write(tmp_path / "moe", config("qwen3_moe"))
 
 
 def there_and_back(source: Path, work: Path, sizes=(1, 1, 1, 1), naming="hybrid", shard_bytes=10**9) -> Path:
@@ -125,13 +114,6 @@ def test_layers_of_one_tensor_have_one_dtype(tmp_path):
     assert same_bits(read(source), read(there_and_back(source, tmp_path)))
 
 
-def changed(source: Path, change) -> Path:
-    tensors = read(source)
-    change(tensors)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    return source
-
-
 def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
@@ -170,12 +152,6 @@ def test_tensors_of_several_blocks(tmp_path, moe, monkeypatch, block):
     monkeypatch.setattr("megatron_rlzero.resharding.streaming.BLOCK", block)
     monkeypatch.setattr("megatron_rlzero.resharding.directories.WRITE_BEHIND", block)
     assert same_bits(read(moe), read(there_and_back(moe, tmp_path, (2, 1, 2, 2))))
-
-
-@pytest.fixture
-def megatron(tmp_path, moe):
-    to_megatron(moe, tmp_path / "megatron", smallest_world(2, 1, 2, 1))
-    return tmp_path / "megatron"
 
 
 MEGATRON_FAULTS = {
@@ -233,16 +209,6 @@ def test_large_values_are_no_fault(tmp_path, moe):
     assert same_bits(read(large), read(there_and_back(large, tmp_path)))
 
 
-def refused(capsys, arguments: list, message: str) -> str:
-    """Exit code 2, the message, no target and nothing beside it."""
-    target = Path(arguments[1])
-    assert cli.main(["convert", *map(str, arguments)]) == 2
-    out = capsys.readouterr().err
-    assert re.search(message, out), out
-    assert not target.exists() and not target.with_name(target.name + ".partial").exists()
-    return out
-
-
 def test_sizes_that_do_not_divide_are_named(tmp_path, moe, capsys):
     sizes = ["--tensor-model-parallel-size", 8, "--expert-model-parallel-size", 4]
     out = refused(capsys, [moe, tmp_path / "target", "--to", "megatron", *sizes], "k_proj.weight: 4 does not divide")
@@ -261,97 +227,3 @@ def test_config_may_come_from_elsewhere(tmp_path, moe, megatron):
     shutil.rmtree(megatron / "hf")
     to_hf(megatron, tmp_path / "back", moe)
     assert same_bits(read(moe), read(tmp_path / "back")) and (tmp_path / "back" / "tokenizer.json").is_file()
-
-
-def test_a_target_with_files_is_left_alone(tmp_path, moe, capsys):
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "mine").write_text("text")
-    assert cli.main(["convert", str(moe), str(target), "--to", "megatron"]) == 2
-    assert "exists and is not empty" in capsys.readouterr().err
-    assert [p.name for p in target.iterdir()] == ["mine"]
-    (target / "mine").unlink()
-    assert cli.main(["convert", str(moe), str(target), "--to", "megatron"]) == 0
-
-
-KILLED = """
-import os, signal, sys
-from megatron_rlzero import cli, convert
-from megatron_rlzero.resharding.{module} import {writer} as writer
-write, count = writer.write, 0
-def killed(*arguments):
-    global count
-    count += 1
-    if count == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(*arguments)
-writer.write = killed
-cli.main(["convert", *sys.argv[1:]])
-"""
-
-
-@pytest.mark.parametrize("to", ["megatron", "hf"])
-def test_a_killed_conversion_is_never_taken_for_whole(tmp_path, moe, megatron, capsys, to):
-    source, target = {"megatron": moe, "hf": megatron}[to], tmp_path / "target"
-    module, writer = {
-        "megatron": ("torch_dist_writer", "TorchDistWriter"),
-        "hf": ("safetensors_files", "SafetensorsWriter"),
-    }[to]
-    script = KILLED.format(module=module, writer=writer)
-    run = subprocess.run([sys.executable, "-c", script, source, target, "--to", to], check=False)
-    assert run.returncode == -signal.SIGKILL
-    partial = tmp_path / "target.partial"
-    assert partial.is_dir() and not target.exists()
-    refuse, back = ("hf", "megatron") if to == "megatron" else ("megatron", "hf")
-    assert cli.main(["convert", str(partial), str(tmp_path / "x"), "--to", refuse]) == 2
-    assert "half written" in capsys.readouterr().err
-    shutil.copytree(partial, tmp_path / "renamed")  # under an innocent name the marker is missing
-    assert cli.main(["convert", str(tmp_path / "renamed"), str(tmp_path / "x"), "--to", refuse]) == 2
-    assert ("no metadata.json" if to == "megatron" else "no config.json") in capsys.readouterr().err
-    assert cli.main(["convert", str(source), str(target), "--to", back]) == 0
-    assert target.is_dir() and not partial.exists()
-
-
-def test_two_conversions_do_not_share_a_directory(tmp_path):
-    with staged(tmp_path / "target") as partial, pytest.raises(CheckpointError, match="another process is writing"):
-        (partial / "file").write_text("")
-        with staged(tmp_path / "target"):
-            pass
-    assert (tmp_path / "target" / "file").is_file()
-
-
-def test_a_disk_that_is_full_says_so(tmp_path, moe, monkeypatch, capsys):
-    def full(file, offset, size):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    assert cli.main(["convert", str(moe), str(tmp_path / "target"), "--to", "megatron"]) == 1
-    assert re.search(r"the disk is full: __0_0.distcp needs [\d,]+ bytes, [\d,]+ are", capsys.readouterr().err)
-    assert not (tmp_path / "target").exists() and not (tmp_path / "target.partial").exists()
-
-
-@pytest.mark.parametrize("to", ["megatron", pytest.param("hf", marks=pytest.mark.full)])
-def test_several_processes_write_what_one_does(tmp_path, moe, megatron, to):
-    """The files are the same, but for the order in which the index lists their contents."""
-    source = {"megatron": moe, "hf": megatron}[to]
-    arguments = ["-m", "megatron_rlzero", "convert", str(source), str(tmp_path / "target"), "--to", to]
-    if to == "megatron":
-        arguments += ["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
-    assert launch(arguments, 3 if to == "hf" else 2) == 0
-    if to == "hf":
-        assert same_bits(read(tmp_path / "target"), read(moe))
-        return
-    for file in megatron.glob("*.distcp"):
-        assert (tmp_path / "target" / file.name).read_bytes() == file.read_bytes()
-    to_hf(tmp_path / "target", tmp_path / "back")
-    assert same_bits(read(tmp_path / "back"), read(moe))
-
-
-@pytest.mark.full
-def test_a_fault_of_one_of_several_processes(tmp_path, moe, capfd):
-    last = changed(moe, lambda t: t["model.layers.2.mlp.experts.5.down_proj.weight"].fill_(torch.nan))
-    sizes = ["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "2"]
-    arguments = ["-m", "megatron_rlzero", "convert", str(last), str(tmp_path / "target"), "--to", "megatron", *sizes]
-    assert launch(arguments, 2) == 2
-    assert "experts.5.down_proj.weight: NaN or infinity" in capfd.readouterr().err
-    assert not (tmp_path / "target").exists()

@@ -7,12 +7,6 @@ import pytest
 from megatron_rlzero import cli
 from megatron_rlzero.architectures.checkpoint_layout import smallest_world
 from megatron_rlzero.convert import to_megatron
-from tests.checkpoints import config, write
-
-
-@pytest.fixture
-def moe(tmp_path):
-    return write(tmp_path / "moe", config("qwen3_moe"))
 
 
 def refused(capsys, *arguments) -> list[str]:
