@@ -5,6 +5,8 @@ from torch.nn.functional import pad
 
 #: Rows of a matrix product are padded to a multiple of this, so that no call takes a small-batch code path.
 ROWS = 16
+#: Dimensions of a batched product are padded to a multiple of this: at others its bits depend on the batch.
+WIDTH = 8
 #: Keys are multiplied with values in blocks of this many, added from left to right.
 KEYS = 128
 #: Queries of a long document are taken in chunks of this many, each recomputed in the backward pass.
@@ -13,6 +15,13 @@ QUERIES = 256
 VOCABULARY = 128
 #: Elements of fp32 logits that exist at one time.
 LOGITS = 2**22
+
+#: Tokens of a chunk of the Mamba scan, counted from position 0 of a sequence; the state moves over whole chunks only.
+CHUNK = 32
+#: Decays of the scan up to this are zero: what they leave is far below a rounding, and denormal numbers are slow.
+FAINT = 2.0**-80
+#: Rows of the products in which the scan computes one new token: the library's code for many rows starts here.
+MAMBA_ROWS = 8
 
 
 def round_up(n: int, multiple: int) -> int:

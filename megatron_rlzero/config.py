@@ -32,6 +32,8 @@ class Model:
     """Hugging Face directory with config.json, safetensors and tokenizer: the policy to start from."""
     dtype: str = "fp32"
     """fp32 | bf16: parameters and activations on both sides. With bf16 the optimizer keeps fp32 main parameters."""
+    family: str = ""
+    """A Python file that defines the model's family where this package has none; see adding_an_architecture.md."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rlzero.architectures import add, routed_experts
 from megatron_rlzero.config import Config
 
 NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false", list: "a list", dict: "a mapping"}
@@ -51,6 +52,11 @@ def parse(path: str | Path, overrides: Sequence[str] = ()) -> Parsed:
     for key, hint in _schema(Config):
         _resolve(tree, key, hint, parsed.violations)
     parsed.config = OmegaConf.to_object(tree)
+    if parsed.config.model.family:
+        try:
+            add(parsed.config.model.family)
+        except ValueError as error:
+            parsed.violations["model.family"] = f"{error}; name a file as docs/adding_an_architecture.md says"
     if parsed.config.learner.expert_model_parallel_size is None:
         parsed.config.learner.expert_model_parallel_size = _expert_parallel(parsed.config)
     return parsed
@@ -66,7 +72,7 @@ def _expert_parallel(config: Config) -> int:
         hf = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # preflight.py says what is wrong with it
         return 1
-    return math.gcd(world // stages, hf.get("num_experts") or hf.get("num_local_experts") or 1)
+    return math.gcd(world // stages, routed_experts(hf) or 1) if isinstance(hf, dict) else 1
 
 
 def _read_file(path: str | Path, violations: dict[str, str]) -> Any:

@@ -71,10 +71,10 @@ def to_megatron(
     for chunk in chunks:
         layout[chunk.rank].extend(chunk.pieces)
     transfers = plan({0: pieces}, layout)
-    keys = {chunk.name: chunk.place.key for chunk in chunks}
+    keys = {chunk.name: chunk.key for chunk in chunks}
     by_key, by_chunk = (_group(transfers, key) for key in (lambda t: keys[t.target_local], lambda t: t.target_local))
     dtypes = _one_dtype(by_key, lambda t: reader.specs[t.source_local].dtype)
-    parts = [Part(c.rank, c.place.key, c.box, c.shape, dtypes[c.place.key]) for c in chunks]
+    parts = [Part(c.rank, c.key, c.box, c.shape, dtypes[c.key]) for c in chunks]
     # A tied output layer has no weight of its own, and a state.
     objects = dict.fromkeys(place(OUTPUT_LAYER, naming, 0, 0).states, 0)
     objects |= {key: chunk.rank for chunk in reversed(chunks) for key in chunk.place.states}

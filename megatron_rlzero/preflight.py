@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlzero import environments
-from megatron_rlzero.architectures import KNOWN, architecture, wrong_counts
+from megatron_rlzero.architectures import Architecture, architecture, wrong_counts
 from megatron_rlzero.config_io import Findings
 from megatron_rlzero.generation.token import read_token
 from megatron_rlzero.network import address
@@ -38,20 +38,20 @@ def check_model(f: Findings, weights: bool = True) -> None:
     hf = _read_config(f, path / "config.json")
     if hf is None:
         return
-    if hf.get("model_type") not in KNOWN:
-        f.add(
-            "model.path",
-            f"config.json says model_type = {hf.get('model_type')}, an unknown family",
-            f"known are {', '.join(KNOWN)}",
-        )
+    try:
+        family = architecture(hf)
+    except ValueError as error:
+        f.add("model.path", f"config.json says {error}", "or name a file with its family as model.family")
         return
     if wrong := wrong_counts(hf):
         for fault in wrong:
             f.add("model.path", f"config.json says {fault}", "correct it")
         return
-    for fault in architecture(hf).unsupported(hf):
+    faults = family.unsupported(hf)
+    for fault in faults:
         f.add("model.path", f"config.json says {fault}", "use a checkpoint without it")
-    _check_sizes(f, hf)
+    if not faults:
+        _check_sizes(f, hf, family)
 
 
 def _read_config(f: Findings, path: Path) -> dict[str, Any] | None:
@@ -68,7 +68,7 @@ def _read_config(f: Findings, path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _check_sizes(f: Findings, hf: dict[str, Any]) -> None:
+def _check_sizes(f: Findings, hf: dict[str, Any], family: Architecture) -> None:
     """Heads, layers, experts and positions of the model against the parallel sizes and the lengths."""
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads") or hf["num_attention_heads"]
     if heads % kv_heads:
@@ -80,15 +80,20 @@ def _check_sizes(f: Findings, hf: dict[str, Any]) -> None:
         return
     _check_learner_heads(f, heads, kv_heads)
     _check_rollout_heads(f, heads, kv_heads)
-    layers, stages = hf["num_hidden_layers"], f.config.learner.pipeline_model_parallel_size
-    if f.usable("learner.pipeline_model_parallel_size") and layers < stages:
-        f.add(
-            "learner.pipeline_model_parallel_size",
-            f"the model has {layers} layers, and every stage holds at least one",
-            f"set it to at most {layers}",
-        )
-    _check_slices(f, hf, kv_heads)
-    experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
+    if f.usable("learner.pipeline_model_parallel_size"):
+        try:
+            family.layer_pattern(hf, f.config.learner.pipeline_model_parallel_size)
+        except ValueError as error:
+            f.add("learner.pipeline_model_parallel_size", str(error), "lower it")
+    try:
+        model = family.transformer_config(hf)
+    except KeyError as missing:
+        f.add("model.path", f"config.json has no {missing.args[0]}", "add it")
+        return
+    _check_slices(f, model)
+    if "mamba_num_heads" in model:
+        _check_mamba(f, model)
+    experts = model.get("num_moe_experts") or 0
     size = f.config.learner.expert_model_parallel_size
     if f.usable("learner.expert_model_parallel_size") and size > 1 and not experts:
         f.add("learner.expert_model_parallel_size", "the model is dense, it has no experts", "set it to 1")
@@ -109,22 +114,42 @@ def _check_sizes(f: Findings, hf: dict[str, Any]) -> None:
             )
 
 
-def _check_slices(f: Findings, hf: dict[str, Any], kv_heads: int) -> None:
-    """What tensor parallelism contracts over is cut into reduction_slices equal parts."""
+def _check_slices(f: Findings, model: dict[str, Any]) -> None:
+    """What tensor parallelism contracts over is cut into reduction_slices equal parts.
+
+    Args:
+        model: Megatron's configuration of the model.
+    """
     if not f.usable("reduction_slices", "kernels") or f.config.kernels != "aligned":
         return
-    heads, width = hf["num_attention_heads"], hf.get("intermediate_size")
-    dim = hf.get("head_dim") or hf.get("hidden_size", 0) // heads
+    heads, groups, dim = model["num_attention_heads"], model["num_query_groups"], model["kv_channels"]
     sizes = {
         f"{heads} heads of {dim} = {heads * dim} columns of the output projection": heads * dim,
-        f"{heads} + 2 x {kv_heads} heads of {dim} = {(heads + 2 * kv_heads) * dim} rows of the query, key and value "
-        "projections": (heads + 2 * kv_heads) * dim,
+        f"{heads} + 2 x {groups} heads of {dim} = {(heads + 2 * groups) * dim} rows of the query, key and value "
+        "projections": (heads + 2 * groups) * dim,
     }
-    if isinstance(width, int) and not (hf.get("num_experts") or hf.get("num_local_experts")):
-        sizes[f"intermediate_size = {width}"] = width
+    if not model.get("num_moe_experts"):
+        sizes[f"intermediate_size = {model['ffn_hidden_size']}"] = model["ffn_hidden_size"]
+    if width := model.get("moe_shared_expert_intermediate_size"):
+        sizes[f"shared experts of width {width}"] = width
+    if heads := model.get("mamba_num_heads"):
+        states = model["mamba_num_groups"] * model["mamba_state_dim"]
+        sizes |= {f"{heads} Mamba heads": heads, f"{states} elements of Mamba's B and of its C": states}
     for what, size in sizes.items():
         if size % f.config.reduction_slices:
             f.add("reduction_slices", f"the model has {what}, not divisible by it", "lower it to a divisor")
+
+
+def _check_mamba(f: Findings, model: dict[str, Any]) -> None:
+    """Tensor parallelism splits heads and groups of heads."""
+    for key in ("learner.tensor_model_parallel_size", "rollout.tensor_model_parallel_size"):
+        heads, groups = model["mamba_num_heads"], model["mamba_num_groups"]
+        if f.usable(key) and (heads % f.value(key) or groups % f.value(key)):
+            f.add(
+                key,
+                f"the model has {heads} Mamba heads in {groups} groups, not divisible by it",
+                f"choose a divisor of {groups}",
+            )
 
 
 def _check_learner_heads(f: Findings, heads: int, kv_heads: int) -> None:

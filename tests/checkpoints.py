@@ -25,25 +25,40 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+HYBRID = {
+    "hybrid_override_pattern": "M*-EME",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 3,
+    "n_groups": 4,
+    "ssm_state_size": 5,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 20,
+    "moe_latent_size": 7,
+}
 
 
 def config(family: str, **settings: object) -> dict:
     """config.json of a registered family; ``settings`` replace the sizes above."""
-    hf = {"model_type": family, **SIZES, **(EXPERTS if "moe" in family else {}), **settings}
+    special = HYBRID if "nemotron" in family else EXPERTS if "moe" in family else {}
+    hf = {"model_type": family, **SIZES, **special, **settings}
     faults = architecture(hf).unsupported(hf)
     assert not faults, faults
     return hf
 
 
 FAMILIES = KNOWN
+#: family, naming: GPTModel has names for pairs of attention and MLP alone
+NAMED = [(f, n) for f in FAMILIES for n in ("hybrid", "gpt") if n == "hybrid" or "nemotron" not in f]
 
 
 def write(directory: Path, hf: dict, seed: int = 0, mixed: bool = False) -> Path:
-    """Random bits that are finite: fp32, or bf16 with norms and router gates in fp32 where ``mixed``."""
+    """Random bits that are finite: fp32, or bf16 with norms, router gates and what stays fp32 in fp32 where ``mixed``."""
     generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, shape in architecture(hf).tensors(hf).items():
-        wide = not mixed or "norm" in name or name.endswith("mlp.gate.weight")
+    family, tensors = architecture(hf), {}
+    for name, shape in family.tensors(hf).items():
+        wide = not mixed or "norm" in name or name.endswith((".gate.weight", *family.FP32))
         tensors[name] = torch.randn(shape, generator=generator).to(torch.float32 if wide else torch.bfloat16)
     return write_tensors(directory, hf, tensors)
 

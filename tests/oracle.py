@@ -4,11 +4,15 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import silu, softplus
+
+from tests import hybrid_oracle
 
 
 def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """[n] -> [n - 1]: natural log-probability of each token but the first."""
+    if hf["model_type"] == "nemotron_h":
+        return hybrid_oracle.log_probs(hf, weights, tokens)
     heads, groups, n, eps = hf["num_attention_heads"], hf["num_key_value_heads"], len(tokens), hf["rms_norm_eps"]
     dim = hf.get("head_dim") or hf["hidden_size"] // heads
     angle = torch.arange(n, dtype=torch.float64)[:, None] * frequencies(hf["rope_parameters"], dim)
@@ -71,6 +75,20 @@ def frequencies(rope: dict, dim: int) -> Tensor:
                 f = (1 - smooth) * f / factor + smooth * f
         result.append(f)
     return torch.tensor(result, dtype=torch.float64)
+
+
+def selective_scan(x, dt, A, B, C, D, dt_bias, lengths, dt_limit=(0.0, math.inf), initial=None) -> Tensor:
+    """The scan of Mamba-2, token by token: h = exp(A dt) h + dt x B^T, y = h C + D x; shapes as in kernels/mamba."""
+    heads, groups, out = x.shape[1], B.shape[1], []
+    dt = softplus(dt + dt_bias).clamp(*dt_limit)
+    B, C = (t.repeat_interleave(heads // groups, 1) for t in (B, C))
+    documents = zip(*(t.split(lengths) for t in (x, dt, B, C)), strict=True)
+    for i, document in enumerate(documents):
+        h = x.new_zeros(heads, x.shape[2], B.shape[2]) if initial is None else initial[i]
+        for x_t, dt_t, B_t, C_t in zip(*document, strict=True):
+            h = (A * dt_t).exp()[:, None, None] * h + torch.einsum("h,hp,hn->hpn", dt_t, x_t, B_t)
+            out.append(torch.einsum("hpn,hn->hp", h, C_t) + D[:, None] * x_t)
+    return torch.stack(out)
 
 
 def objective(hf: dict, weights: dict[str, Tensor], responses: list[dict]) -> Tensor:

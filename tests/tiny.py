@@ -29,6 +29,24 @@ ODD = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+HYBRID = {name: SIZES[name] for name in SIZES.keys() - {"num_hidden_layers", "dtype", "initializer_range"}} | {
+    "num_attention_heads": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "moe_latent_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "initializer_range": 0.1,
+    "rescale_prenorm_residual": False,
+    "time_step_min": 0.01,
+}
 #: positions that the tests reach are in all three ranges of frequencies: kept, scaled, between
 LLAMA3 = {
     "rope_type": "llama3",
@@ -69,6 +87,19 @@ def make_llama(directory: Path, seed: int = 0, **settings: object) -> Path:
     return _save(directory, seed, lambda: LlamaForCausalLM(LlamaConfig(**(SIZES | ODD | settings))))
 
 
+def make_nemotron_h(directory: Path, seed: int = 0, **settings: object) -> Path:
+    """A random Nemotron-H with every kind of layer: hidden 64, 8 Mamba heads of 16, 4 groups, state 16, 4 experts top-2.
+
+    The router chooses among 2 groups of experts, which work in a latent space of 32.
+    """
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    kinds = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+    layers = [kinds[symbol] for symbol in settings.pop("pattern", "ME*M-E")]
+    config = NemotronHConfig(**(HYBRID | {"layers_block_type": layers} | settings))
+    return _save(directory, seed, lambda: NemotronHForCausalLM(config))
+
+
 def _save(directory: Path, seed: int, build: Callable[[], torch.nn.Module]) -> Path:
     torch.manual_seed(seed)
     model = build()
@@ -77,6 +108,13 @@ def _save(directory: Path, seed: int, build: Callable[[], torch.nn.Module]) -> P
             parameter.data.uniform_(0.5, 1.5)
         elif name.endswith(".bias"):  # transformers starts with zeros
             parameter.data.uniform_(-0.5, 0.5)
+        elif name.endswith((".A_log", ".D")):  # and with these alike in every layer
+            parameter.data.uniform_(0.0, 2.0)
+        elif name.endswith(".dt_bias"):  # about half of the time steps below time_step_min
+            parameter.data.uniform_(-6.0, 0.0)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.2, 0.2)
     model.save_pretrained(directory)
     return directory
 

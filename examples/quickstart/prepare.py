@@ -1,8 +1,9 @@
-"""Makes the quick start's base model: a tiny Qwen3-MoE, warmed up by maximum likelihood with the learner itself.
+"""Makes a quick start's base model: a tiny one, warmed up by maximum likelihood with the learner itself.
 
-Usage: python examples/quickstart/prepare.py CONFIG [a.b=c ...]. Writes the Hugging Face directory that CONFIG names as
-model.path. The teacher leaves something to learn by reinforcement: it replaces each letter of an answer by a random one
-with probability NOISE, which greedy decoding sees through, and takes b for d and p for q, and the other way round, with
+Usage: python examples/quickstart/prepare.py CONFIG [MODEL.json] [a.b=c ...]. Writes the Hugging Face directory that
+CONFIG names as model.path. The model has random weights and is as MODEL.json says, by default CONFIG with the suffix
+.json. The teacher leaves something to learn by reinforcement: it replaces each letter of an answer by a random one with
+probability NOISE, which greedy decoding sees through, and takes b for d and p for q, and the other way round, with
 probability CONFUSION, which it does not.
 """
 
@@ -53,33 +54,22 @@ def make_tokenizer(directory: Path) -> int:
     return len(wrapped)
 
 
-def make_model(directory: Path, vocab_size: int, end: int, seed: int) -> None:
-    """A random Qwen3-MoE of half a million parameters as transformers writes it."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def make_model(directory: Path, hf: dict, vocab_size: int, end: int, seed: int) -> None:
+    """A random model as transformers writes it.
+
+    Args:
+        hf: settings of config.json, model_type among them.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        norm_topk_prob=True,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-        eos_token_id=end,
-        dtype="float32",
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(directory)
-    # transformers writes num_local_experts, vLLM and published checkpoints have num_experts.
+    settings = hf | {"vocab_size": vocab_size, "eos_token_id": end, "dtype": "float32"}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).save_pretrained(directory)
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_experts": config.num_experts}, indent=2) + "\n")
+    saved = json.loads(path.read_text())
+    if "num_experts" in hf:  # transformers writes num_local_experts, vLLM and published checkpoints have num_experts
+        saved["num_experts"] = hf["num_experts"]
+    path.write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def lesson(config: Config, tokenizer, environment, step: int) -> list[Rollout]:
@@ -145,7 +135,10 @@ def warm_up(config: Config, directory: Path) -> None:
 
 
 def main() -> int:
-    parsed = parse(sys.argv[1], sys.argv[2:])
+    source, arguments = Path(sys.argv[1]).with_suffix(".json"), sys.argv[2:]
+    if arguments and arguments[0].endswith(".json"):
+        source = Path(arguments.pop(0))
+    parsed = parse(sys.argv[1], arguments)
     if parsed.violations:
         print("\n".join(parsed.violations), file=sys.stderr)
         return 2
@@ -161,7 +154,7 @@ def main() -> int:
     start = Path(f"{directory}.random")
     start.mkdir(parents=True, exist_ok=True)
     vocab_size = make_tokenizer(start)
-    make_model(start, vocab_size, load_tokenizer(start).eos_token_id, config.seed)
+    make_model(start, json.loads(source.read_text()), vocab_size, load_tokenizer(start).eos_token_id, config.seed)
     return launch([__file__, *sys.argv[1:]], config.learner.world_size)
 
 

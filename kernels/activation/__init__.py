@@ -1,5 +1,5 @@
-"""Gated activation from shape-invariant primitives."""
+"""Activations from shape-invariant primitives."""
 
-from megatron_rlzero.kernels.activation.reference import silu_and_mul
+from megatron_rlzero.kernels.activation.reference import silu_and_mul, softplus, squared_relu
 
-__all__ = ["silu_and_mul"]
+__all__ = ["silu_and_mul", "softplus", "squared_relu"]

@@ -4,6 +4,8 @@ What contracts over a split dimension (the output of a row-parallel layer, the i
 is the sum over a fixed number of slices by kernels/reduction; everything else is local and independent of the split.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +21,7 @@ def column_parallel(
     slices: int,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
-    stacked: int = 1,
+    blocks: Sequence[int] = (),
     bias: Tensor | None = None,
 ) -> Tensor:
     """y = x W^T + b with the rows of W, and b, split over ``group``.
@@ -28,13 +30,13 @@ def column_parallel(
         x: [tokens, K], or [tokens / ranks, K] with sequence parallelism.
         weight: [N / ranks, K].
         slices: of the whole N, a multiple of the number of ranks; order of the sum in the gradient of ``x``.
-        stacked: see ``sliced_product``.
+        blocks: of the weight's rows on this rank, see ``sliced_product``.
         bias: [N / ranks] or None, added as ``linear`` adds it. Its gradient is the sum over the tokens by ``tree``.
 
     Returns:
         [tokens, N / ranks].
     """
-    return _Column.apply(x, weight, bias, slices, group, sequence_parallel, stacked)
+    return _Column.apply(x, weight, bias, slices, group, sequence_parallel, blocks)
 
 
 def row_parallel(
@@ -53,18 +55,32 @@ def row_parallel(
     return _Row.apply(x, weight, slices, group, sequence_parallel)
 
 
+def replicated(x: Tensor, weight: Tensor, rows: ProcessGroup | None = None) -> Tensor:
+    """y = x W^T with the whole W on every rank.
+
+    Args:
+        x: [tokens, K].
+        weight: [N, K].
+        rows: ranks over which the tokens are split. The gradient of ``weight`` is the whole one on every rank.
+
+    Returns:
+        [tokens, N].
+    """
+    return _Replicated.apply(x, weight, rows)
+
+
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, slices, group, sequence_parallel, stacked):
+    def forward(ctx, x, weight, bias, slices, group, sequence_parallel, blocks):
         ctx.save_for_backward(x, weight)
-        ctx.layout = (_mine(slices, group), group, sequence_parallel, stacked, bias is not None)
+        ctx.layout = (_mine(slices, group), group, sequence_parallel, blocks, bias is not None)
         return linear(gather(x, group) if sequence_parallel else x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        slices, group, sequence_parallel, stacked, biased = ctx.layout
-        root = sliced_product(grad, weight, slices, stacked)
+        slices, group, sequence_parallel, blocks, biased = ctx.layout
+        root = sliced_product(grad, weight, slices, blocks)
         grad_x = (reduce_scatter if sequence_parallel else all_reduce)(root, group).to(x.dtype)
         grad_weight = grad.T @ (gather(x, group) if sequence_parallel else x)
         grad_bias = row_sum(grad).to(grad.dtype) if biased else None
@@ -85,6 +101,19 @@ class _Row(torch.autograd.Function):
         group, sequence_parallel = ctx.layout
         grad = gather(grad, group) if sequence_parallel else grad
         return linear(grad, weight.T), grad.T @ x, None, None, None
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, rows):
+        ctx.save_for_backward(x, weight)
+        ctx.rows = rows
+        return linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return linear(grad, weight.T), gather(grad, ctx.rows).T @ gather(x, ctx.rows), None
 
 
 def _mine(slices: int, group: ProcessGroup | None) -> int:

@@ -1,5 +1,6 @@
-"""RMSNorm: one rounding, statistics in fp32."""
+"""RMSNorm and the gated group norm of Mamba layers: one rounding, statistics in fp32."""
 
+from megatron_rlzero.kernels.norm.gated import gated_group_norm
 from megatron_rlzero.kernels.norm.reference import rms_norm
 
-__all__ = ["rms_norm"]
+__all__ = ["gated_group_norm", "rms_norm"]

@@ -32,7 +32,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, rows, heads):
         ctx.groups = (rows, heads)
-        scale = _scale(x, eps)
+        scale = mean_scale(x, eps)
         ctx.save_for_backward(x, weight, scale)
         return (x.float() * scale).mul_(weight.float()).to(x.dtype)
 
@@ -42,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
         rows, heads = ctx.groups
         grad, normed = grad.float(), x.float() * scale
         weighted = grad * weight.float()
-        inner = _sum(weighted * normed) / x.shape[-1]
+        inner = row_total(weighted * normed) / x.shape[-1]
         grad_x = (scale * (weighted - normed * inner)).to(x.dtype)
         parts = tiles.pad_rows((grad * normed).reshape(x.shape[0], -1, x.shape[-1]))
         chunks = gather(tree(parts.unflatten(0, (-1, tiles.ROWS)), dim=1), rows)
@@ -50,12 +50,12 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, tree(per_head).to(weight.dtype), None, None, None
 
 
-def _scale(x: Tensor, eps: float) -> Tensor:
+def mean_scale(x: Tensor, eps: float) -> Tensor:
     """fp32 [..., 1]: 1 / sqrt(mean(x^2) + eps), from a division and a root, which every library rounds correctly."""
-    return _sum(x.float().square()).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
+    return row_total(x.float().square()).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
 
 
-def _sum(x: Tensor) -> Tensor:
+def row_total(x: Tensor) -> Tensor:
     """Sum over the last dimension, kept, on whole row tiles."""
     rows = x.reshape(-1, x.shape[-1])
     return tiles.pad_rows(rows).sum(-1)[: rows.shape[0]].view(*x.shape[:-1], 1)

@@ -5,6 +5,8 @@ up to the root of its subtree; the roots are exchanged and added by the levels a
 caller rounds the tree's root, once. Ranks send each other rows, never all partial sums to all.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,28 +34,33 @@ def row_sum(x: Tensor) -> Tensor:
     return tree(tree(pad_rows(x).unflatten(0, (-1, tiles.ROWS)).float(), dim=1))
 
 
-def sliced_product(x: Tensor, weight: Tensor, slices: int, stacked: int = 1) -> Tensor:
+def sliced_product(x: Tensor, weight: Tensor, slices: int, blocks: Sequence[int] = ()) -> Tensor:
     """x W over ``slices`` slices of the contracted dimension, added by ``tree``.
 
     Args:
         x: [rows, n].
         weight: [n, m].
         slices: how many slices this rank holds.
-        stacked: ``n`` is this many blocks one after the other, each of which is cut: a slice is the same part of every
-            block. 2 for gate and up projections in one matrix.
+        blocks: sizes of blocks one after the other that make up ``n``, each of which is cut: a slice is the same part
+            of every block. Without any, n is one block.
 
     Returns:
         fp32 [rows, m], not rounded to the dtype of ``x``.
 
     Raises:
-        ValueError: n does not divide.
+        ValueError: a block does not divide into slices.
     """
     rows, n = x.shape
-    if n % (slices * stacked):
-        raise ValueError(f"a contraction over {n} does not divide into {slices} slices of {stacked} blocks")
-    cut = (stacked, slices, n // (slices * stacked))
-    x = pad_rows(x).float().unflatten(1, cut).permute(2, 0, 1, 3).flatten(2)
-    weight = weight.float().unflatten(0, cut).transpose(0, 1).flatten(1, 2)
+    blocks = list(blocks) or [n]
+    if wrong := [size for size in blocks if size % slices]:
+        raise ValueError(f"a contraction over {n} does not divide into {slices} slices: it has a block of {wrong[0]}")
+    x = pad_rows(x).float()
+    parts = [part.unflatten(1, (slices, -1)).transpose(0, 1) for part in x.split(blocks, 1)]
+    weights = [part.unflatten(0, (slices, -1)) for part in weight.float().split(blocks)]
+    if missing := -(n // slices) % tiles.WIDTH:
+        parts.append(x.new_zeros(slices, len(x), missing))
+        weights.append(weight.new_zeros(slices, missing, weight.shape[1], dtype=x.dtype))
+    x, weight = (p[0] if len(p) == 1 else torch.cat(p, d) for p, d in ((parts, 2), (weights, 1)))
     return tree(torch.bmm(x, weight))[:rows]
 
 

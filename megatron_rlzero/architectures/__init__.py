@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,15 +15,26 @@ from megatron_rlzero.architectures.trace import TracePoint
 #: model_type in config.json -> module of this package
 REGISTRY = {
     "llama": "llama",
+    "nemotron_h": "nemotron_h",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
 }
 KNOWN = tuple(REGISTRY)
+#: model_type -> family of a file outside this package
+_added: dict[str, Architecture] = {}
 
 
 class Architecture(Protocol):
-    """What a family's module provides, for the dictionary ``hf`` of a config.json."""
+    """What a family's module provides, for the dictionary ``hf`` of a config.json.
+
+    Attributes:
+        FP32: endings of the Hugging Face tensors that stay fp32 in a bf16 model, on both sides.
+        BUFFERS: of those that no gradient trains.
+    """
+
+    FP32: tuple[str, ...]
+    BUFFERS: tuple[str, ...]
 
     def unsupported(self, hf: dict[str, Any]) -> list[str]:
         """Lines that name the settings of this checkpoint which the family does not implement."""
@@ -47,12 +60,20 @@ class Architecture(Protocol):
         """Hugging Face tensor -> shape, of the whole checkpoint."""
         ...
 
+    def engine_models(self) -> dict[str, Any]:
+        """Class name in config.json -> vLLM model that takes its place, as a class or "module:Class"."""
+        ...
+
     def trace_points(self, hf: dict[str, Any]) -> list[TracePoint]:
         """Operators whose outputs both sides have, in the order of the forward pass."""
         ...
 
-    def rotary(self, hf: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of kernels.rotary.rotary_table that describe the rotary embedding; hashable values."""
+    def rotary(self, hf: dict[str, Any]) -> dict[str, Any] | None:
+        """Keyword arguments of kernels.rotary.rotary_table, hashable values; None for attention without positions."""
+        ...
+
+    def mixer(self, hf: dict[str, Any]) -> dict[str, Any] | None:
+        """Keyword arguments of invariance.megatron_mamba.Mixer; None without Mamba layers."""
         ...
 
 
@@ -75,12 +96,15 @@ COUNTS = (
     "num_experts_per_tok",
 )
 #: of these, what every family needs
-NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+NEEDED = ("vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings")
+#: the settings that say how many layers there are; one of them is needed
+LAYERS = ("layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers")
 
 
 def wrong_counts(hf: dict[str, Any]) -> list[str]:
     """A line for each setting of config.json that is missing or no positive integer."""
-    given = [name for name in COUNTS if hf.get(name) is not None or name in NEEDED]
+    needed = NEEDED if any(hf.get(name) for name in LAYERS[:-1]) else (*NEEDED, LAYERS[-1])
+    given = [name for name in COUNTS if hf.get(name) is not None or name in needed]
     return [
         f"{name} = {hf.get(name)!r}: not a positive integer"
         for name in given
@@ -95,6 +119,48 @@ def architecture(hf: dict[str, Any]) -> Architecture:
         ValueError: for a model_type that is not in the registry; lists those that are.
     """
     model_type = hf.get("model_type")
+    if model_type in _added:
+        return _added[model_type]
     if model_type not in REGISTRY:
-        raise ValueError(f"model_type = {model_type!r} is not known; known are {', '.join(KNOWN)}")
+        known = ", ".join((*KNOWN, *_added))
+        raise ValueError(f"model_type = {model_type!r} is not known; known are {known}")
     return import_module(f"{__name__}.{REGISTRY[model_type]}")
+
+
+def families() -> list[Architecture]:
+    """Every known family."""
+    return [*(import_module(f"{__name__}.{module}") for module in dict.fromkeys(REGISTRY.values())), *_added.values()]
+
+
+def add(file: str | Path) -> str:
+    """Makes known the family that a Python file defines: MODEL_TYPE and what ``Architecture`` lists; its model_type.
+
+    The file is executed, once in a process.
+
+    Raises:
+        ValueError: no such file, or it lacks names.
+    """
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    name = f"megatron_rlzero_family_{path.stem}"
+    if name not in sys.modules or sys.modules[name].__file__ != str(path):
+        spec = spec_from_file_location(name, path)
+        module = sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    module = sys.modules[name]
+    needed = (
+        {n for n in vars(Architecture) if not n.startswith("_")} | set(Architecture.__annotations__) | {"MODEL_TYPE"}
+    )
+    if missing := sorted(n for n in needed if not hasattr(module, n)):
+        raise ValueError(f"{path} does not define {', '.join(missing)}")
+    _added[module.MODEL_TYPE] = module
+    return module.MODEL_TYPE
+
+
+def routed_experts(hf: dict[str, Any]) -> int:
+    """Experts of a mixture; 0 for a dense model, and where config.json does not say all that it has to."""
+    try:
+        return architecture(hf).transformer_config(hf).get("num_moe_experts") or 0
+    except (KeyError, TypeError, ValueError):  # preflight.py says what is wrong with it
+        return 0

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron_rlzero.architectures.checkpoint_names import Place, find, naming_of, passed_over, place
 from megatron_rlzero.architectures.layouts import Parallel, count_experts, expert_number, stage_of
-from megatron_rlzero.architectures.rules import GroupedQKV, Rule, Split, Stacked, Vocabulary, padded_vocab_size
+from megatron_rlzero.architectures.rules import (
+    Blocks,
+    GroupedQKV,
+    Rule,
+    Split,
+    Stacked,
+    Vocabulary,
+    padded_vocab_size,
+)
 from megatron_rlzero.resharding.layout import Box, Piece
 
 if TYPE_CHECKING:
@@ -30,17 +39,18 @@ class Stored(Protocol):
 
 
 class Shard(NamedTuple):
-    """A chunk to be written by ``rank``, and what it is made of; ``pieces`` name it as ``local``."""
+    """A chunk of ``key`` to be written by ``rank``, and what it is made of; ``pieces`` name it as ``local``."""
 
     rank: int
     place: Place
+    key: str
     box: Box
     shape: tuple[int, ...]
     pieces: list[Piece]
 
     @property
     def name(self) -> str:
-        return _label(self.place.key, self.box)
+        return _label(self.key, self.box)
 
 
 def _label(key: str, box: Box) -> str:
@@ -65,20 +75,27 @@ def stored_pieces(
     naming = naming_of({chunk.key for chunk in chunks})
     if naming is None:
         return [], ["decoder.final_norm.weight (HybridModel) or decoder.final_layernorm.weight (GPTModel): missing"]
+    if wrong := _wrong_naming(family, hf, naming):
+        return [], [wrong]
     counts = _layers(rules), count_experts(rules)
     whole = {name: list(rule.pieces("", 0, 1)) for name, rule in rules.items()}
     pieces: list[Piece] = []
     faults: list[str] = []
-    seen: set[str] = set()
+    seen: set[tuple[str, int]] = set()
     for chunk in chunks:
         if passed_over(chunk.key):
             continue
         found = find(chunk.key, chunk.box.start, naming, rules)
-        if found is None:
+        sizes = _parts(rules[found.parameter]) if found else ()
+        if found is None or (found.part is not None and not sizes):
             faults.append(f"{chunk.name}: unknown, config.json implies no such parameter")
             continue
-        seen.add(found.parameter)
-        shape = _shape(whole[found.parameter], found.half is not None)
+        blocks = isinstance(rules[found.parameter], Blocks)
+        seen.add((found.parameter, found.part if blocks else 0))
+        shape = _shape(whole[found.parameter])
+        first = 0
+        if found.part is not None:
+            shape, first = (sizes[found.part], *shape[1:]), sum(sizes[: found.part])
         wanted = (*place(found.parameter, naming, *counts).axes[-found.axes :], *shape) if found.axes else shape
         if not _fits(chunk.shape, wanted, isinstance(rules[found.parameter], Vocabulary)):
             faults.append(f"{chunk.key}: found {list(chunk.shape)}, expected {list(wanted)}")
@@ -89,7 +106,6 @@ def stored_pieces(
             )
             continue
         box = Box(chunk.box.start[found.axes :], chunk.box.stop[found.axes :])
-        first = (found.half or 0) * shape[0]
         for piece in whole[found.parameter]:
             stored = piece.local_box.shift((-first, *(0,) * (len(shape) - 1)))
             if common := stored.intersect(box):
@@ -97,11 +113,14 @@ def stored_pieces(
                 source = Box((0,) * len(into), common.shape).shift(into)
                 pieces.append(Piece(piece.tensor, source, chunk.name, common.shift(-s for s in box.start)))
     faults += [f"{key}: unknown" for key in objects if not passed_over(key)]
-    for name in rules:
-        if name not in seen:
-            key, index, axes = place(name, naming, *counts)
-            shape = [*axes, *_shape(whole[name])]
-            faults.append(f"{key}: missing{f' at {list(index)}' if index else ''}, expected {shape}")
+    for name, rule in rules.items():
+        at = place(name, naming, *counts)
+        where = f" at {list(at.index)}" if at.index else ""
+        faults += [
+            f"{key}: missing{where}, expected {[*at.axes, *shape]}"
+            for i, (key, _, shape) in enumerate(_tensors(at, rule))
+            if (name, i) not in seen
+        ]
     return pieces, list(dict.fromkeys(faults))
 
 
@@ -110,6 +129,8 @@ def shards(family: Architecture, hf: dict[str, Any], parallel: Parallel, naming:
 
     The vocabulary is padded as Megatron does it, to a multiple of 128 times the tensor-parallel size.
     """
+    if wrong := _wrong_naming(family, hf, naming):
+        return [], [wrong]
     faults: list[str] = []
     rules = _rules(family, hf, parallel.tensor_model_parallel_size)
     layers, experts = _layers(rules), count_experts(rules)
@@ -136,19 +157,19 @@ def shards(family: Architecture, hf: dict[str, Any], parallel: Parallel, naming:
         except ValueError as error:
             misfits.setdefault("tensor_model" if expert is None else "expert_tensor", []).append(str(error))
             continue
-        shape = _padded(rule) if isinstance(rule, Vocabulary) else _shape(list(rule.pieces(name, 0, 1)))
-        first = stage_of(name, stages_of_layers) * parallel.stage_size
+        rank = stage_of(name, stages_of_layers) * parallel.stage_size
         if expert is not None and experts % parallel.expert_model_parallel_size == 0:
-            first += expert * parallel.expert_model_parallel_size // experts * parallel.expert_tensor_parallel_size
-        for shard, box in _cut(rule, shape, size):
-            chunk = Box((*at.index, *box.start), (*(i + 1 for i in at.index), *box.stop))
-            label = _label(at.key, chunk)
-            pieces = [
-                Piece(p.tensor, common.shift(_offset(p)), label, common.shift(-s for s in box.start))
-                for p in rule.pieces(name, 0, 1)
-                if (common := p.local_box.intersect(box))
-            ]
-            result.append(Shard(first + shard, at, chunk, (*at.axes, *shape), pieces))
+            rank += expert * parallel.expert_model_parallel_size // experts * parallel.expert_tensor_parallel_size
+        for key, first, shape in _tensors(at, rule):
+            for shard, box in _cut(rule, shape, size):
+                chunk = Box((*at.index, *box.start), (*(i + 1 for i in at.index), *box.stop))
+                label, own = _label(key, chunk), box.shift((first, *(0 for _ in shape[1:])))
+                pieces = [
+                    Piece(p.tensor, common.shift(_offset(p)), label, common.shift(-s for s in own.start))
+                    for p in rule.pieces(name, 0, 1)
+                    if (common := p.local_box.intersect(own))
+                ]
+                result.append(Shard(rank + shard, at, key, chunk, (*at.axes, *shape), pieces))
     for kind, lines in misfits.items():
         size = f"{kind}_parallel_size"
         more = f" (and {len(lines) - 1} more parameters)" if len(lines) > 1 else ""
@@ -166,15 +187,39 @@ def _layers(rules: Iterable[str]) -> int:
     return (1 + max(int(m[1]) for name in rules if (m := re.match(r"decoder\.layers\.(\d+)\.", name)))) // 2
 
 
-def _shape(pieces: Sequence[Piece], half: bool = False) -> tuple[int, ...]:
-    """Shape of the global tensor, or of one half of it."""
-    stops = zip(*(piece.local_box.stop for piece in pieces), strict=True)
-    rows, *rest = map(max, stops)
-    return (rows // 2 if half else rows, *rest)
+def _wrong_naming(family: Architecture, hf: dict[str, Any], naming: str) -> str | None:
+    pattern = family.layer_pattern(hf, 1)
+    if naming == "gpt" and not re.fullmatch(r"(\*-)+|(\*E)+", pattern):
+        return (
+            f"naming = gpt: every layer of a GPTModel is attention and MLP, those of this {hf['model_type']} are "
+            f"{pattern}; use hybrid, the names of HybridModel"
+        )
+    return None
 
 
-def _padded(rule: Vocabulary) -> tuple[int, ...]:
-    return (padded_vocab_size(rule.shape[0], rule.multiple, rule.block), *rule.shape[1:])
+def _shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
+    """Shape of the global tensor."""
+    return tuple(map(max, zip(*(piece.local_box.stop for piece in pieces), strict=True)))
+
+
+def _parts(rule: Rule) -> tuple[int, ...]:
+    """Rows of each part that may be stored as a tensor of its own."""
+    match rule:
+        case Stacked(tensors=tensors, shape=shape):
+            return (shape[0],) * len(tensors)
+        case Blocks(sizes=sizes):
+            return sizes
+    return ()
+
+
+def _tensors(at: Place, rule: Rule) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Key, first row in the parameter, and shape of each tensor in which a parameter is stored."""
+    if isinstance(rule, Vocabulary):
+        return [(at.key, 0, (padded_vocab_size(rule.shape[0], rule.multiple, rule.block), *rule.shape[1:]))]
+    rows, *rest = _shape(list(rule.pieces("", 0, 1)))
+    sizes = _parts(rule) if at.blocks else (rows,)
+    firsts = accumulate(sizes[:-1], initial=0)
+    return [(key, first, (n, *rest)) for key, first, n in zip(at.keys, firsts, sizes, strict=True)]
 
 
 def _fits(found: tuple[int, ...], wanted: tuple[int, ...], padded: bool) -> bool:
@@ -192,7 +237,7 @@ def _cut(rule: Rule, shape: tuple[int, ...], size: int) -> Iterator[tuple[int, B
             parts = 1
         case Stacked(tensors=tensors):
             dim, parts = 0, len(tensors)
-        case GroupedQKV() | Vocabulary():
+        case GroupedQKV() | Vocabulary() | Blocks():
             dim, parts = 0, 1
         case _:
             raise TypeError(f"no chunks are known for {type(rule).__name__}")

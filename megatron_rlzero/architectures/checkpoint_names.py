@@ -2,6 +2,7 @@
 
 HybridModel numbers its layers in the key, and an attention layer and the MLP after it are two layers; GPTModel has
 both in one layer, whose number is the first axis of the stored tensor, or stands in the key where layers differ.
+Each block of a Mamba layer's projection and convolution has a key of its own (ssm/mamba_mixer.py, sharded_state_dict).
 Experts are an axis too, after that of the layers, or stand in the key (``singleton_local_shards``). Grouped and
 sequential experts have the same keys. The modules of Megatron's local spec have norms of their own, with names of
 their own.
@@ -14,8 +15,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 NAMINGS = ("hybrid", "gpt")
-#: norms before attention and MLP: name in a linear layer that is fused with it -> name as a module
+#: norms at the start of a layer: name in a linear layer that is fused with it -> name as a module
 NORMS = {
+    "mixer.in_proj.layer_norm_weight": "norm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -24,6 +26,13 @@ _FINAL_NORM = {"hybrid": "decoder.final_norm.weight", "gpt": "decoder.final_laye
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d+)\.)?(linear_fc[12])\.weight")
 _EXPERT_PARAMETER = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+#: parameters of a Mamba layer that are stored in blocks -> key, endings of the blocks' keys
+_MIXER = {
+    "mixer.in_proj.weight": ("mixer.in_proj.weight", ("z", "x", "B", "C", "dt")),
+    "mixer.conv1d_weight": ("mixer.conv1d.weight", ("x", "B", "C")),
+    "mixer.conv1d_bias": ("mixer.conv1d.bias", ("x", "B", "C")),
+}
+_BLOCKS = {f"{key}.{x}": (name, i) for name, (key, blocks) in _MIXER.items() for i, x in enumerate(blocks)}
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
 #: Stored beside the model, and of no use here: training state, and what TransformerEngine's modules keep.
 _PASSED_OVER = re.compile(
@@ -33,16 +42,24 @@ _PASSED_OVER = re.compile(
 #: Modules whose TransformerEngine class keeps a state, empty outside fp8, that Megatron asks for when it loads.
 _STATEFUL = re.compile(
     r"(.*\.)?(linear_qkv|linear_proj|linear_fc1|linear_fc2|q_layernorm|k_layernorm|pre_mlp_layernorm|final_norm"
-    r"|final_layernorm|output_layer)"
+    r"|final_layernorm|output_layer|in_proj|out_proj|fc1_latent_proj|fc2_latent_proj)"
 )
 
 
 class Place(NamedTuple):
-    """A parameter in a checkpoint: ``key``, and its index in the leading axes, which have sizes ``axes``."""
+    """A parameter in a checkpoint: ``key``, and its index in the leading axes, which have sizes ``axes``.
+
+    A parameter of several ``blocks`` is stored in as many tensors, whose keys end with these.
+    """
 
     key: str
     index: tuple[int, ...]
     axes: tuple[int, ...]
+    blocks: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> list[str]:
+        return [f"{self.key}.{block}" for block in self.blocks] or [self.key]
 
     @property
     def states(self) -> list[str]:
@@ -56,11 +73,11 @@ class Place(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A stored tensor: the parameter, how many leading axes its shape has, and which half of [gate; up] it is."""
+    """A stored tensor: the parameter, how many leading axes its shape has, and which half of [gate; up] or block."""
 
     parameter: str
     axes: int
-    half: int | None
+    part: int | None
 
 
 def place(parameter: str, naming: str, layers: int, experts: int) -> Place:
@@ -76,13 +93,15 @@ def place(parameter: str, naming: str, layers: int, experts: int) -> Place:
     if not (match := _LAYER.fullmatch(parameter)):
         return Place(parameter, (), ())
     layer, rest = int(match[1]), match[2]
-    prefix, index, axes = (f"decoder.layers.{layer}.", (), ())
+    prefix, index, axes, blocks = (f"decoder.layers.{layer}.", (), (), ())
     if naming == "gpt":
         prefix, index, axes = ("decoder.layers.", (layer // 2,), (layers,))
     if expert := _EXPERT_PARAMETER.fullmatch(rest):
         rest = f"mlp.experts.experts.{expert[1]}.weight"
         index, axes = (*index, int(expert[2])), (*axes, experts)
-    return Place(prefix + rest, index, axes)
+    elif rest in _MIXER:
+        rest, blocks = _MIXER[rest]
+    return Place(prefix + rest, index, axes, blocks)
 
 
 def naming_of(keys: Collection[str]) -> str | None:
@@ -92,13 +111,13 @@ def naming_of(keys: Collection[str]) -> str | None:
 
 def find(key: str, start: Sequence[int], naming: str, parameters: Collection[str]) -> Found | None:
     """The parameter of a stored chunk that begins at ``start`` of its global tensor; None for an unknown key."""
-    half = None
+    part = None
     if match := _HALF.fullmatch(key):
-        key, half = match[1], "wv".index(match[2])
+        key, part = match[1], "wv".index(match[2])
     if key == _FINAL_NORM[naming]:
-        return Found(_FINAL_NORM["hybrid"], 0, half)
+        return Found(_FINAL_NORM["hybrid"], 0, part)
     if not (match := _LAYER.fullmatch(key)):
-        return Found(key, 0, half) if key in parameters and key not in _FINAL_NORM.values() else None
+        return Found(key, 0, part) if key in parameters and key not in _FINAL_NORM.values() else None
     axes, rest = 0, match[2]
     if match[1] is not None:
         layer = int(match[1])
@@ -112,12 +131,16 @@ def find(key: str, start: Sequence[int], naming: str, parameters: Collection[str
         number = expert[1] or start[axes]
         axes += expert[1] is None
         rest = f"mlp.experts.{expert[2]}.weight{number}"
+    if rest in _BLOCKS:
+        rest, part = _BLOCKS[rest]
+    elif rest in _MIXER:
+        return None
     if naming == "gpt":
         attention = rest.startswith("self_attention.") or rest == NORMS["self_attention.linear_qkv.layer_norm_weight"]
         layer = 2 * layer + (not attention)
     for name in (rest, _OTHER_NORM.get(rest)):
         if f"decoder.layers.{layer}.{name}" in parameters:
-            return Found(f"decoder.layers.{layer}.{name}", axes, half)
+            return Found(f"decoder.layers.{layer}.{name}", axes, part)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,8 @@ from megatron_rlzero.architectures.trace import TracePoint, in_order_of
 
 #: rows of the engine's embedding are a multiple of this
 ENGINE_VOCABULARY = 64
+#: no tensor of a decoder without Mamba layers stays fp32 in a bf16 model, and each is trained
+FP32 = BUFFERS = ()
 #: settings that every family has at these values alone
 WANTED = {
     "hidden_act": "silu",
@@ -67,6 +70,15 @@ def rotary(hf: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def no_mixer(hf: dict[str, Any]) -> None:
+    """None: there are no Mamba layers."""
+
+
+def no_engine_models() -> dict[str, Any]:
+    """None: vLLM's own model has layers that this project replaces one by one."""
+    return {}
+
+
 def head_dim(hf: dict[str, Any]) -> int:
     return hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
 
@@ -92,46 +104,48 @@ def transformer_config(hf: dict[str, Any], *, qk_norm: bool, qkv_bias: bool) -> 
     }
 
 
-def layer_pattern(symbols: str, layers: int, stages: int) -> str:
-    """Megatron's pattern of ``layers`` times ``symbols``: stage s has layers ceil(s L / n) to ceil((s + 1) L / n).
+def layer_pattern(layers: Sequence[str], stages: int) -> str:
+    """Megatron's pattern of ``layers``, of one symbol or more each: stage s of n has L s / n up to L (s + 1) / n.
 
     Raises:
         ValueError: a stage would be empty.
     """
-    if not 1 <= stages <= layers:
-        raise ValueError(f"{layers} layers cannot be cut into {stages} pipeline stages, each of one layer or more")
-    first = [-(-s * layers // stages) for s in range(stages + 1)]
-    return "|".join(symbols * (b - a) for a, b in pairwise(first))
+    if not 1 <= stages <= len(layers):
+        raise ValueError(f"{len(layers)} layers cannot be cut into {stages} pipeline stages, each of one layer or more")
+    first = [-(-s * len(layers) // stages) for s in range(stages + 1)]
+    return "|".join("".join(layers[a:b]) for a, b in pairwise(first))
 
 
-def _head(hf: dict[str, Any]) -> str:
-    """The output layer's tensor, which a tied one shares with the embedding."""
-    return "model.embed_tokens.weight" if hf.get("tie_word_embeddings", False) else "lm_head.weight"
-
-
-def ends(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
+def ends(
+    hf: dict[str, Any], slices: int, embedding: str = "model.embed_tokens.weight", norm: str = "model.norm.weight"
+) -> dict[str, Rule]:
     """Megatron's embedding, final norm and output layer."""
     shape = (hf["vocab_size"], hf["hidden_size"])
+    head = embedding if hf.get("tie_word_embeddings", False) else "lm_head.weight"
     return {
-        "embedding.word_embeddings.weight": Vocabulary("model.embed_tokens.weight", shape, slices),
-        "decoder.final_norm.weight": Split("model.norm.weight", shape[1:]),
-        "output_layer.weight": Vocabulary(_head(hf), shape, slices),
+        "embedding.word_embeddings.weight": Vocabulary(embedding, shape, slices),
+        "decoder.final_norm.weight": Split(norm, shape[1:]),
+        "output_layer.weight": Vocabulary(head, shape, slices),
     }
 
 
-def attention(hf: dict[str, Any], i: int, *, qk_norm: bool, qkv_bias: bool) -> dict[str, Rule]:
-    """Megatron's layer 2i, the attention of Hugging Face's layer i."""
+def attention(
+    hf: dict[str, Any], layer: int, module: str, norm: str, *, qk_norm: bool = False, qkv_bias: bool = False
+) -> dict[str, Rule]:
+    """The attention that is Megatron's layer ``layer``; Hugging Face's ``module`` after the norm of weight ``norm``."""
     hidden, dim = hf["hidden_size"], head_dim(hf)
-    a, megatron = f"model.layers.{i}.self_attn", f"decoder.layers.{2 * i}.self_attention"
+    megatron = f"decoder.layers.{layer}.self_attention"
     table: dict[str, Rule] = {
-        f"{megatron}.linear_qkv.layer_norm_weight": Split(f"model.layers.{i}.input_layernorm.weight", (hidden,)),
-        f"{megatron}.linear_qkv.weight": _qkv(GroupedQKV, hf, f"{a}.{{}}_proj.weight", (hidden,)),
-        f"{megatron}.linear_proj.weight": Split(f"{a}.o_proj.weight", (hidden, hf["num_attention_heads"] * dim), 1),
+        f"{megatron}.linear_qkv.layer_norm_weight": Split(norm, (hidden,)),
+        f"{megatron}.linear_qkv.weight": _qkv(GroupedQKV, hf, f"{module}.{{}}_proj.weight", (hidden,)),
+        f"{megatron}.linear_proj.weight": Split(
+            f"{module}.o_proj.weight", (hidden, hf["num_attention_heads"] * dim), 1
+        ),
     }
     if qkv_bias:
-        table[f"{megatron}.linear_qkv.bias"] = _qkv(GroupedQKV, hf, f"{a}.{{}}_proj.bias", ())
+        table[f"{megatron}.linear_qkv.bias"] = _qkv(GroupedQKV, hf, f"{module}.{{}}_proj.bias", ())
     if qk_norm:
-        table |= {f"{megatron}.{x}_layernorm.weight": Split(f"{a}.{x}_norm.weight", (dim,)) for x in "qk"}
+        table |= {f"{megatron}.{x}_layernorm.weight": Split(f"{module}.{x}_norm.weight", (dim,)) for x in "qk"}
     return table
 
 
@@ -140,32 +154,36 @@ def _qkv(kind: type[GroupedQKV], hf: dict[str, Any], tensor: str, rest: tuple[in
     return kind(query, key, value, hf["num_attention_heads"], kv_heads(hf), head_dim(hf), rest)
 
 
-def engine_ends(hf: dict[str, Any]) -> dict[str, Rule]:
-    """vLLM's embedding, final norm and output layer."""
-    shape = (hf["vocab_size"], hf["hidden_size"])
+def engine_ends(hf: dict[str, Any], *names: str) -> dict[str, Rule]:
+    """vLLM's embedding, final norm and output layer; ``names`` as in ``ends``."""
+    embedding, norm, head = ends(hf, 1, *names).values()
     return {
-        "model.embed_tokens.weight": Vocabulary("model.embed_tokens.weight", shape, 1, ENGINE_VOCABULARY),
-        "model.norm.weight": Split("model.norm.weight", shape[1:]),
-        "lm_head.weight": Vocabulary(_head(hf), shape, 1, ENGINE_VOCABULARY),
+        "model.embed_tokens.weight": replace(embedding, block=ENGINE_VOCABULARY),
+        "model.norm.weight": norm,
+        "lm_head.weight": replace(head, block=ENGINE_VOCABULARY),
     }
 
 
-def engine_attention(hf: dict[str, Any], i: int, *, qk_norm: bool, qkv_bias: bool) -> dict[str, Rule]:
-    """vLLM's attention of layer i, and the layer's two norms."""
+def engine_attention(
+    hf: dict[str, Any], engine: str, module: str, *, qk_norm: bool = False, qkv_bias: bool = False
+) -> dict[str, Rule]:
+    """vLLM's attention in its module ``engine``; Hugging Face's is ``module``."""
     hidden, dim = hf["hidden_size"], head_dim(hf)
-    layer = f"model.layers.{i}"
-    a = f"{layer}.self_attn"
     table: dict[str, Rule] = {
-        f"{layer}.input_layernorm.weight": Split(f"{layer}.input_layernorm.weight", (hidden,)),
-        f"{layer}.post_attention_layernorm.weight": Split(f"{layer}.post_attention_layernorm.weight", (hidden,)),
-        f"{a}.qkv_proj.weight": _qkv(QKV, hf, f"{a}.{{}}_proj.weight", (hidden,)),
-        f"{a}.o_proj.weight": Split(f"{a}.o_proj.weight", (hidden, hf["num_attention_heads"] * dim), 1),
+        f"{engine}.qkv_proj.weight": _qkv(QKV, hf, f"{module}.{{}}_proj.weight", (hidden,)),
+        f"{engine}.o_proj.weight": Split(f"{module}.o_proj.weight", (hidden, hf["num_attention_heads"] * dim), 1),
     }
     if qkv_bias:
-        table[f"{a}.qkv_proj.bias"] = _qkv(QKV, hf, f"{a}.{{}}_proj.bias", ())
+        table[f"{engine}.qkv_proj.bias"] = _qkv(QKV, hf, f"{module}.{{}}_proj.bias", ())
     if qk_norm:
-        table |= {f"{a}.{x}_norm.weight": Split(f"{a}.{x}_norm.weight", (dim,)) for x in "qk"}
+        table |= {f"{engine}.{x}_norm.weight": Split(f"{module}.{x}_norm.weight", (dim,)) for x in "qk"}
     return table
+
+
+def engine_norms(hf: dict[str, Any], layer: str) -> dict[str, Rule]:
+    """vLLM's norms before attention and MLP, of the same names as Hugging Face's."""
+    names = (f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight")
+    return {name: Split(name, (hf["hidden_size"],)) for name in names}
 
 
 def tensors(parameters: dict[str, Rule]) -> dict[str, tuple[int, ...]]:
@@ -182,18 +200,18 @@ def tensors(parameters: dict[str, Rule]) -> dict[str, tuple[int, ...]]:
 TRACE_END = TracePoint("final norm", "decoder.final_norm", "model.norm")
 
 
-def trace_attention(hf: dict[str, Any], i: int, *, qk_norm: bool) -> list[TracePoint]:
-    """The operators of the attention of Hugging Face's layer i."""
-    a, s = f"decoder.layers.{2 * i}.self_attention", f"model.layers.{i}.self_attn"
-    rule = _qkv(GroupedQKV, hf, "{}", (hf["hidden_size"],))
+def trace_attention(hf: dict[str, Any], i: int, layer: int, engine: str, *, qk_norm: bool = False) -> list[TracePoint]:
+    """The operators of the attention of Hugging Face's layer i, Megatron's ``layer`` and vLLM's module ``engine``."""
+    megatron = f"decoder.layers.{layer}.self_attention"
+    in_order = in_order_of(_qkv(GroupedQKV, hf, "{}", (hf["hidden_size"],)), ("q", "k", "v"))
     norms = [
-        TracePoint(f"layer {i}: query norm", f"{a}.q_layernorm", f"{s}.q_norm"),
-        TracePoint(f"layer {i}: key norm", f"{a}.k_layernorm", f"{s}.k_norm"),
+        TracePoint(f"layer {i}: query norm", f"{megatron}.q_layernorm", f"{engine}.q_norm"),
+        TracePoint(f"layer {i}: key norm", f"{megatron}.k_layernorm", f"{engine}.k_norm"),
     ]
-    in_order = in_order_of(rule, ("q", "k", "v"))
+    projection = f"layer {i}: norm and query, key, value projection"
     return [
-        TracePoint(f"layer {i}: norm and query, key, value projection", f"{a}.linear_qkv", f"{s}.qkv_proj", in_order),
+        TracePoint(projection, f"{megatron}.linear_qkv", f"{engine}.qkv_proj", in_order),
         *(norms if qk_norm else ()),
-        TracePoint(f"layer {i}: rotary embedding and attention", f"{a}.core_attention", f"{s}.attn"),
-        TracePoint(f"layer {i}: output projection", f"{a}.linear_proj", f"{s}.o_proj"),
+        TracePoint(f"layer {i}: attention", f"{megatron}.core_attention", f"{engine}.attn"),
+        TracePoint(f"layer {i}: output projection", f"{megatron}.linear_proj", f"{engine}.o_proj"),
     ]

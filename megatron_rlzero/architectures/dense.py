@@ -25,19 +25,23 @@ class Dense:
     qk_norm: bool
     qkv_bias: bool
 
+    @property
+    def _attention(self) -> dict[str, bool]:
+        return {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias}
+
     def transformer_config(self, hf: dict[str, Any]) -> dict[str, Any]:
-        config = common.transformer_config(hf, qk_norm=self.qk_norm, qkv_bias=self.qkv_bias)
+        config = common.transformer_config(hf, **self._attention)
         return config | {"ffn_hidden_size": hf["intermediate_size"]}
 
     def layer_pattern(self, hf: dict[str, Any], stages: int) -> str:
-        return common.layer_pattern("*-", hf["num_hidden_layers"], stages)
+        return common.layer_pattern(["*-"] * hf["num_hidden_layers"], stages)
 
     def parameters(self, hf: dict[str, Any], slices: int) -> dict[str, Rule]:
         hidden, width = hf["hidden_size"], hf["intermediate_size"]
         table = common.ends(hf, slices)
         for i in range(hf["num_hidden_layers"]):
             h, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}.mlp"
-            table |= common.attention(hf, i, qk_norm=self.qk_norm, qkv_bias=self.qkv_bias) | {
+            table |= common.attention(hf, 2 * i, f"{h}.self_attn", f"{h}.input_layernorm.weight", **self._attention) | {
                 f"{mlp}.linear_fc1.layer_norm_weight": Split(f"{h}.post_attention_layernorm.weight", (hidden,)),
                 f"{mlp}.linear_fc1.weight": Stacked(
                     (f"{h}.mlp.gate_proj.weight", f"{h}.mlp.up_proj.weight"), (width, hidden)
@@ -50,8 +54,9 @@ class Dense:
         hidden, width = hf["hidden_size"], hf["intermediate_size"]
         table = common.engine_ends(hf)
         for i in range(hf["num_hidden_layers"]):
-            mlp = f"model.layers.{i}.mlp"
-            table |= common.engine_attention(hf, i, qk_norm=self.qk_norm, qkv_bias=self.qkv_bias) | {
+            h = f"model.layers.{i}"
+            a, mlp = f"{h}.self_attn", f"{h}.mlp"
+            table |= common.engine_norms(hf, h) | common.engine_attention(hf, a, a, **self._attention) | {
                 f"{mlp}.gate_up_proj.weight": Stacked(
                     (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (width, hidden)
                 ),
@@ -66,9 +71,9 @@ class Dense:
         """Every operator whose output both sides have, in the order of the forward pass."""
         points = []
         for i in range(hf["num_hidden_layers"]):
-            h, mlp = f"model.layers.{i}.mlp", f"decoder.layers.{2 * i + 1}.mlp"
+            h, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}.mlp"
             points += [
-                *common.trace_attention(hf, i, qk_norm=self.qk_norm),
-                TracePoint(f"layer {i}: norm and MLP", mlp, h),
+                *common.trace_attention(hf, i, 2 * i, f"{h}.self_attn", qk_norm=self.qk_norm),
+                TracePoint(f"layer {i}: norm and MLP", mlp, f"{h}.mlp"),
             ]
         return [*points, common.TRACE_END]

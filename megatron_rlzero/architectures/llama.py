@@ -8,7 +8,8 @@ from megatron_rlzero.architectures import common
 from megatron_rlzero.architectures.dense import Dense
 
 _decoder = Dense(qk_norm=False, qkv_bias=False)
-rotary = common.rotary
+FP32, BUFFERS, rotary = common.FP32, common.BUFFERS, common.rotary
+mixer, engine_models = common.no_mixer, common.no_engine_models
 transformer_config, layer_pattern, tensors = _decoder.transformer_config, _decoder.layer_pattern, _decoder.tensors
 parameters, engine_parameters = _decoder.parameters, _decoder.engine_parameters
 trace_points = _decoder.trace_points

@@ -11,7 +11,8 @@ from megatron_rlzero.architectures import common
 from megatron_rlzero.architectures.rules import Rule, Split, Stacked
 from megatron_rlzero.architectures.trace import TracePoint, chosen
 
-rotary = common.rotary
+FP32, BUFFERS, rotary = common.FP32, common.BUFFERS, common.rotary
+mixer, engine_models = common.no_mixer, common.no_engine_models
 _ATTENTION = {"qk_norm": True, "qkv_bias": False}
 
 
@@ -39,7 +40,7 @@ def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_pattern(hf: dict[str, Any], stages: int) -> str:
-    return common.layer_pattern("*E", hf["num_hidden_layers"], stages)
+    return common.layer_pattern(["*E"] * hf["num_hidden_layers"], stages)
 
 
 def parameters(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
@@ -47,7 +48,7 @@ def parameters(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
     table = common.ends(hf, slices)
     for i in range(hf["num_hidden_layers"]):
         h, moe = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
-        table |= common.attention(hf, i, **_ATTENTION) | {
+        table |= common.attention(hf, 2 * i, f"{h}.self_attn", f"{h}.input_layernorm.weight", **_ATTENTION) | {
             f"{moe}.pre_mlp_layernorm.weight": Split(f"{h}.post_attention_layernorm.weight", (hidden,)),
             f"{moe}.mlp.router.weight": Split(f"{h}.mlp.gate.weight", (experts(hf), hidden)),
         }
@@ -66,8 +67,9 @@ def engine_parameters(hf: dict[str, Any]) -> dict[str, Rule]:
     hidden, width = hf["hidden_size"], hf["moe_intermediate_size"]
     table = common.engine_ends(hf)
     for i in range(hf["num_hidden_layers"]):
-        mlp = f"model.layers.{i}.mlp"
-        table |= common.engine_attention(hf, i, **_ATTENTION)
+        h = f"model.layers.{i}"
+        a, mlp = f"{h}.self_attn", f"{h}.mlp"
+        table |= common.engine_norms(hf, h) | common.engine_attention(hf, a, a, **_ATTENTION)
         table[f"{mlp}.gate.weight"] = Split(f"{mlp}.gate.weight", (experts(hf), hidden))
         for e in range(experts(hf)):
             x, stacked = f"{mlp}.experts.{e}", f"{mlp}.experts.routed_experts"
@@ -91,7 +93,7 @@ def trace_points(hf: dict[str, Any]) -> list[TracePoint]:
             f"layer {i}: router choice", f"{moe}.mlp.router", f"{h}.mlp.gate", lambda output: output[1], choose
         )
         points += [
-            *common.trace_attention(hf, i, qk_norm=True),
+            *common.trace_attention(hf, i, 2 * i, f"{h}.self_attn", qk_norm=True),
             TracePoint(
                 f"layer {i}: residual and norm after attention",
                 f"{moe}.pre_mlp_layernorm",

@@ -51,6 +51,39 @@ class Stacked:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """One tensor of blocks one under the other, each cut evenly along dimension 0: Mamba's [z; x; B; C; dt]."""
+
+    tensor: str
+    sizes: tuple[int, ...]
+    """Rows of each block of the whole tensor."""
+    rest: tuple[int, ...]
+    """Dimensions after the first."""
+    units: tuple[tuple[str, int], ...] = ()
+    """What no rank has a part of, by the setting that counts it: heads, and groups of heads."""
+
+    def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
+        for setting, count in self.units:
+            _divide(count, size, self.tensor, f"{setting} = ")
+        shape, first, at = (sum(self.sizes), *self.rest), 0, 0
+        for rows in self.sizes:
+            step = _divide(rows, size, self.tensor)
+            start = first + rank * step
+            box = _rows(shape, 0, start, start + step)
+            yield Piece(self.tensor, box, local, _rows(shape, 0, at, at + step))
+            first, at = first + rows, at + step
+
+
+@dataclass(frozen=True)
+class NegativeExp(Split):
+    """-exp of a tensor: vLLM keeps A, checkpoints its logarithm."""
+
+    def pieces(self, local: str, rank: int, size: int) -> Iterator[Piece]:
+        for piece in super().pieces(local, rank, size):
+            yield piece._replace(transform="negative_exp")
+
+
+@dataclass(frozen=True)
 class GroupedQKV:
     """Query, key and value projections interleaved by KV group: [q heads of group 0, k 0, v 0, q heads of group 1, ..].
 
@@ -120,9 +153,9 @@ def padded_vocab_size(vocab_size: int, multiple: int, block: int = 128) -> int:
     return -(-vocab_size // (block * multiple)) * block * multiple
 
 
-def _divide(n: int, size: int, tensor: str) -> int:
+def _divide(n: int, size: int, tensor: str, name: str = "") -> int:
     if n % size:
-        raise ValueError(f"{tensor}: {n} does not divide by a tensor-parallel size of {size}")
+        raise ValueError(f"{tensor}: {name}{n} does not divide by a tensor-parallel size of {size}")
     return n // size
 
 

@@ -50,3 +50,14 @@ def chosen(top_k: int) -> Callable[[Any], Tensor]:
         return logits.new_zeros(logits.shape, dtype=bool).scatter(1, experts, True)
 
     return choose
+
+
+def chosen_by_router(name: str, learner: str, engine: str) -> TracePoint:
+    """The set of experts as bool [tokens, E]: the learner's router returns it, the engine's returns logits and ids."""
+    return TracePoint(
+        name,
+        learner,
+        engine,
+        lambda output: output[1],
+        lambda output: output[0].new_zeros(output[0].shape, dtype=bool).scatter(1, output[1], True),
+    )

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_rlzero.architectures import read_config
+from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.config import RESERVED_ENGINE_ARGS, Config
 from megatron_rlzero.generation import http
 from megatron_rlzero.generation.requests import ARGUMENT, ROUTE
@@ -117,7 +117,7 @@ def flags(config: Config, port: int, host: str = LOOPBACK) -> list[str]:
     Raises:
         ValueError: ``rollout.engine_args`` names a flag that the rest of the system relies on.
     """
-    rollout = config.rollout
+    rollout, hf = config.rollout, read_config(config.model.path)
     values: dict[str, Any] = {
         "host": host,
         "port": port,
@@ -130,13 +130,13 @@ def flags(config: Config, port: int, host: str = LOOPBACK) -> list[str]:
         "enable-scale-out": True,  # the token-in, token-out route
         "weight-transfer-config": {"backend": BACKEND},
         "logits-processors": "megatron_rlzero.generation.logits_processor:SeededSampling",
-        # With stock kernels a hit would make numbers depend on the order of arrival.
-        "enable-prefix-caching": config.kernels == "aligned",
+        # With stock kernels a hit would make numbers depend on the order of arrival; Mamba states lie by sequence.
+        "enable-prefix-caching": config.kernels == "aligned" and architecture(hf).mixer(hf) is None,
         "disable-uvicorn-access-log": True,
     }
     if rollout.token_file:
         values["middleware"] = "megatron_rlzero.generation.token.RequireToken"
-    if config.kernels == "aligned" and rollout.tensor_model_parallel_size > 1 and _experts(config):
+    if config.kernels == "aligned" and rollout.tensor_model_parallel_size > 1 and _experts(hf):
         values["enable-expert-parallel"] = True  # experts stay whole, as on the learner
     if cpu_build():
         values["enforce-eager"] = True
@@ -149,9 +149,8 @@ def flags(config: Config, port: int, host: str = LOOPBACK) -> list[str]:
     return [argument for flag, value in values.items() for argument in _arguments(flag, value)]
 
 
-def _experts(config: Config) -> bool:
-    """Whether the model has experts; vLLM refuses expert parallelism without."""
-    hf = read_config(config.model.path)
+def _experts(hf: dict[str, Any]) -> bool:
+    """Whether the model has experts of vLLM's; vLLM refuses expert parallelism without."""
     return bool(hf.get("num_experts") or hf.get("num_local_experts"))
 
 
@@ -174,7 +173,8 @@ def environment(config: Config) -> dict[str, str]:
     variables = base_environment()
     token_file = os.path.abspath(config.rollout.token_file) if config.rollout.token_file else ""
     operators = (config.kernels, config.reduction_slices, attention.backend())
-    settings = Settings(config.rollout.temperature, *operators, token_file)
+    family = os.path.abspath(config.model.family) if config.model.family else ""
+    settings = Settings(config.rollout.temperature, *operators, token_file, family)
     variables.update(settings.to_environment())
     variables.update(
         VLLM_SERVER_DEV_MODE="1",  # the routes for weights and pausing

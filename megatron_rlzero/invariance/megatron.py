@@ -15,6 +15,8 @@ from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -32,14 +34,16 @@ from torch import Tensor
 from megatron_rlzero.invariance.megatron_layers import (
     ColumnLinear,
     CoreAttention,
-    GatedMLP,
+    DenseMLP,
+    FirstLinear,
     HeadNorm,
     Norm,
     NormColumnLinear,
-    NormGatedLinear,
+    NormFirstLinear,
     RowLinear,
 )
-from megatron_rlzero.invariance.megatron_moe import GroupedExperts, MoE, Router
+from megatron_rlzero.invariance.megatron_mamba import Mixer
+from megatron_rlzero.invariance.megatron_moe import GroupedExperts, MoE, Router, SharedExperts
 
 
 class LogProbOutput(ColumnLinear):
@@ -100,6 +104,11 @@ class PolicyModel(HybridModel):
         """
         if self.post_process:
             self.output_layer.targets = targets[0]
+        if padding_mask is not None and self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            padding_mask = padding_mask.chunk(group.size(), dim=1)[
+                group.rank()
+            ]  # GPTModel does so, HybridModel does not
         return super().forward(
             tokens, position_ids=None, attention_mask=None, packed_seq_params=packed, padding_mask=padding_mask
         )
@@ -134,15 +143,32 @@ class InvariantSpecProvider(BackendSpecProvider):
 
 
 def hybrid_stack_spec(
-    rotary: dict[str, Any] | None, qk_norm: bool, backend: BackendSpecProvider | None = None
+    rotary: dict[str, Any] | None,
+    qk_norm: bool,
+    mamba: dict[str, Any] | None = None,
+    backend: BackendSpecProvider | None = None,
 ) -> ModuleSpec:
-    """Spec for HybridModel with attention (``*``), MLP (``-``) and mixture-of-experts (``E``) layers.
+    """Spec for HybridModel with Mamba (``M``), attention (``*``), MLP (``-``) and mixture-of-experts (``E``) layers.
 
     Args:
         rotary: arguments of rotary_table that describe the rotary embedding, or None for attention without positions.
         qk_norm: whether query and key heads are normed, as TransformerConfig.qk_layernorm says.
+        mamba: arguments of Mixer beside those that TransformerConfig has.
     """
     backend = backend or InvariantSpecProvider()
+    mamba_layer = ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            mixer=ModuleSpec(
+                module=Mixer,
+                params=mamba or {},
+                submodules=MambaMixerSubmodules(
+                    in_proj=backend.column_parallel_layer_norm_linear(), out_proj=backend.row_parallel_linear()
+                ),
+            ),
+            mamba_bda=get_bias_dropout_add,
+        ),
+    )
     norm = backend.layer_norm(rms_norm=True)
     head_norm = backend.layer_norm(for_qk=True) if qk_norm else None
     attention_layer = ModuleSpec(
@@ -166,7 +192,17 @@ def hybrid_stack_spec(
         module=MoETransformerLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=norm,
-            mlp=partial(MoE, submodules=MoESubmodules(experts=backend.grouped_mlp_modules(True), router=Router)),
+            mlp=partial(
+                MoE,
+                submodules=MoESubmodules(
+                    experts=backend.grouped_mlp_modules(True),
+                    shared_experts=partial(
+                        SharedExperts,
+                        submodules=MLPSubmodules(linear_fc1=FirstLinear, linear_fc2=backend.row_parallel_linear()),
+                    ),
+                    router=Router,
+                ),
+            ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -174,13 +210,15 @@ def hybrid_stack_spec(
         module=MLPLayer,
         submodules=TransformerLayerSubmodules(
             mlp=partial(
-                GatedMLP.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=NormGatedLinear, linear_fc2=backend.row_parallel_linear()),
+                DenseMLP.as_mlp_submodule,
+                submodules=MLPSubmodules(linear_fc1=NormFirstLinear, linear_fc2=backend.row_parallel_linear()),
             ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
     return ModuleSpec(
         module=Stack,
-        submodules=HybridStackSubmodules(attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer),
+        submodules=HybridStackSubmodules(
+            mamba_layer=mamba_layer, attention_layer=attention_layer, mlp_layer=mlp_layer, moe_layer=moe_layer
+        ),
     )

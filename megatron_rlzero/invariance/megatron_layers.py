@@ -1,11 +1,12 @@
 """The learner's dense layers: Megatron's own, with every value-producing operator taken from ``config.operators``.
 
-Norms, linear layers, attention and gated MLP keep the parameter names of TransformerEngine's spec, so that checkpoints
+Norms, linear layers, attention and MLP keep the parameter names of TransformerEngine's spec, so that checkpoints
 of either load under the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -74,15 +75,15 @@ class HeadNorm(Module):
 class ColumnLinear(ColumnParallelLinear):
     """Column-parallel linear: parameters and options are Megatron's, product and communication ours.
 
-    ``stacked``: how many matrices lie one under the other in a rank's weight.
+    ``blocks``: rows of the matrices that lie one under the other in a rank's weight, see ``sliced_product``.
     """
 
-    stacked = 1
+    blocks: tuple[int, ...] = ()
 
     def _forward_impl(self, input, weight, *, bias, **_):
         slices, group = self.config.reduction_slices, self.tp_group
         return self.config.operators.column_parallel(
-            input.flatten(0, -2), weight, slices, group, self.sequence_parallel, self.stacked, bias
+            input.flatten(0, -2), weight, slices, group, self.sequence_parallel, self.blocks, bias
         ).reshape(-1, *input.shape[1:-1], weight.shape[0])
 
 
@@ -104,10 +105,38 @@ class NormColumnLinear(ColumnLinear):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets)
 
 
-class NormGatedLinear(NormColumnLinear):
-    """Norm, then the gate and up projections of a gated MLP."""
+class NormFirstLinear(NormColumnLinear):
+    """Norm, then the first projection of an MLP; gate above up where it is gated."""
 
-    stacked = 2
+    def __init__(self, *args: object, config: TransformerConfig, **kwargs: object) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.blocks = _blocks_of_fc1(self)
+
+
+class FirstLinear(ColumnLinear):
+    """The first projection of an MLP after a norm of its own."""
+
+    def __init__(self, *args: object, config: TransformerConfig, **kwargs: object) -> None:
+        super().__init__(*args, config=config, **kwargs)
+        self.blocks = _blocks_of_fc1(self)
+
+
+def _blocks_of_fc1(linear: ColumnLinear) -> tuple[int, ...]:
+    return (len(linear.weight) // 2,) * 2 if linear.config.gated_linear_unit else ()
+
+
+class ReplicatedLinear(Module):
+    """Linear with the whole weight on every tensor-parallel rank."""
+
+    def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.rows, self.product = row_group(config), config.operators.replicated
+        weight = torch.empty((output_size, input_size), dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight = replicated(config, Parameter(weight))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        y = self.product(x.flatten(0, -2), self.weight, self.rows)
+        return y.reshape(*x.shape[:-1], -1), None
 
 
 class RowLinear(RowParallelLinear):
@@ -159,8 +188,13 @@ class CoreAttention(MegatronModule):
         return attention(query, key, value, lengths.tolist(), self.scale).flatten(1)
 
 
-class GatedMLP(MLP):
-    """Megatron's dense MLP with our SwiGLU."""
+class DenseMLP(MLP):
+    """Megatron's dense MLP with our activation."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: None = None, **_: object) -> tuple[Tensor, Tensor | None]:
-        return self.linear_fc2(self.config.operators.silu_and_mul(self.linear_fc1(hidden_states)[0]))
+        return self.linear_fc2(activation(self.config)(self.linear_fc1(hidden_states)[0]))
+
+
+def activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    """SwiGLU's in gated MLPs, else squared ReLU."""
+    return config.operators.silu_and_mul if config.gated_linear_unit else config.operators.squared_relu

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_rlzero.invariance.megatron_layers import replicated, row_group
+from megatron_rlzero.invariance.megatron_layers import ReplicatedLinear, activation, replicated, row_group
 
 
 class Router(TopKRouter):
@@ -33,7 +38,7 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities fp32 [tokens, E], zero where not chosen, and bool [tokens, E]."""
         sequence, batch = logits.shape[:2]
-        logits = logits.flatten(0, 1)
+        logits, self._counting = logits.flatten(0, 1), torch.is_grad_enabled()
         padding = padding_mask.reshape(-1) if padding_mask is not None else None
         logits = self.apply_z_loss(logits, padding_mask=padding)
         probabilities, experts = self.config.operators.top_k(
@@ -41,6 +46,10 @@ class Router(TopKRouter):
             self.topk,
             renormalise=not self.config.moe_router_pre_softmax,
             scaling=self.config.moe_router_topk_scaling_factor or 1.0,
+            sigmoid=self.score_function == "sigmoid",
+            bias=self.expert_bias,
+            groups=self.config.moe_router_num_groups or 1,
+            group_top_k=self.config.moe_router_group_topk or 1,
         )
         probs = torch.zeros_like(logits).scatter(1, experts, probabilities)
         routing_map = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
@@ -52,8 +61,18 @@ class Router(TopKRouter):
             probs = self._apply_aux_loss(probs, scores, chosen, with_padding_mask=masked)
             probs = self._apply_seq_aux_loss(probs, scores, chosen, sequence, batch, with_padding_mask=masked)
             probs = self._apply_global_aux_loss(probs, scores, chosen, with_padding_mask=masked)
-        self._apply_expert_bias(routing_map, padding_mask=padding)
+        self._apply_expert_bias(routing_map, padding)
         return probs, routing_map
+
+    @torch.no_grad()
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Counts the tokens of each expert for Megatron's update of the bias; once, not in a forward that is repeated.
+
+        Megatron's own is compiled, and takes no mask of one number per token.
+        """
+        if self.enable_expert_bias and self._counting:
+            real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.local_tokens_per_expert += real.sum(dim=0)
 
 
 class GroupedLinear(Module):
@@ -79,17 +98,18 @@ class GroupedLinear(Module):
 
 
 class GroupedExperts(MegatronModule):
-    """SwiGLU experts on tokens sorted by expert. The routing probabilities are applied when outputs are combined."""
+    """Experts on tokens sorted by expert. The routing probabilities are applied when outputs are combined."""
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, **_: object) -> None:
         super().__init__(config)
-        width = config.moe_ffn_hidden_size
-        self.linear_fc1 = GroupedLinear(num_local_experts, config.hidden_size, 2 * width, config)
-        self.linear_fc2 = GroupedLinear(num_local_experts, width, config.hidden_size, config)
+        hidden, width = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size
+        first = 2 * width if config.gated_linear_unit else width
+        self.linear_fc1 = GroupedLinear(num_local_experts, hidden, first, config)
+        self.linear_fc2 = GroupedLinear(num_local_experts, width, hidden, config)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         rows = tokens_per_expert.tolist()
-        return self.linear_fc2(self.config.operators.silu_and_mul(self.linear_fc1(x, rows)), rows), None
+        return self.linear_fc2(activation(self.config)(self.linear_fc1(x, rows)), rows), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -120,7 +140,7 @@ class GroupedExperts(MegatronModule):
                 for entry in shards.values():
                     entry.replica_id = (*entry.replica_id[:2], parallel_state.get_expert_data_parallel_rank())
                 weight = shards[f"{module}weight"]
-                if linear == "linear_fc1":
+                if linear == "linear_fc1" and self.config.gated_linear_unit:
                     weight = apply_swiglu_sharded_factory(
                         weight, offsets, singleton, tp_group=tensor_parallel, dp_group=data_parallel
                     )
@@ -143,11 +163,33 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return self.config.operators.combine(outputs[slots], probabilities).view(self.hidden_shape)
 
 
-class MoE(MoELayer):
-    """Megatron's mixture-of-experts layer with our dispatcher."""
+class SharedExperts(SharedExpertMLP):
+    """Megatron's shared experts with our activation."""
 
-    def __init__(self, *args: object, pg_collection=None, **kwargs: object) -> None:
-        super().__init__(*args, pg_collection=pg_collection, **kwargs)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.linear_fc2(activation(self.config)(self.linear_fc1(hidden_states)[0]))[0]
+
+
+class MoE(MoELayer):
+    """Megatron's mixture-of-experts layer with our dispatcher and latent projections."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        *args: object,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: object,
+    ) -> None:
+        # Megatron's constructor insists on TransformerEngine for latent projections; experts get the real config.
+        plain = copy(config)
+        plain.moe_latent_size = None
+        submodules = replace(submodules, experts=lambda count, _, **kw: GroupedExperts(count, config, **kw))
+        super().__init__(plain, submodules, *args, pg_collection=pg_collection, **kwargs)
+        self.config = config
+        if config.moe_latent_size:
+            self.fc1_latent_proj = ReplicatedLinear(config.hidden_size, config.moe_latent_size, config)
+            self.fc2_latent_proj = ReplicatedLinear(config.moe_latent_size, config.hidden_size, config)
         self.token_dispatcher = Dispatcher(
             self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=pg_collection
         )

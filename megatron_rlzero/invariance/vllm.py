@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from dataclasses import asdict, dataclass
 
+from megatron_rlzero.architectures import add
 from megatron_rlzero.watch import end_with
 
 #: the one environment variable of the plugin: vLLM's processes share their environment and nothing else with us
@@ -28,6 +29,7 @@ class Settings:
         reduction_slices: see Config; the same number as on the learner.
         attention: native | torch, see kernels/attention/dispatch.py; the same as on the learner.
         token_file: see RolloutConfig.
+        family: see ModelConfig; an absolute path.
     """
 
     temperature: float
@@ -35,6 +37,7 @@ class Settings:
     reduction_slices: int
     attention: str
     token_file: str = ""
+    family: str = ""
 
     def to_environment(self) -> dict[str, str]:
         """The variable to add to a server's environment."""
@@ -55,6 +58,8 @@ def register() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:  # engine core and workers, also those of a server that we did not launch
         end_with(parent.pid)
+    if settings.family:
+        add(settings.family)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(

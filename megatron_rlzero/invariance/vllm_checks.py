@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.architectures.layouts import engine_layout
+from megatron_rlzero.resharding.transport import TRANSFORMS
 
 #: classes of vLLM's layers that produce no value: containers
 EXACT = frozenset(("LogitsProcessor", "Attention", "RoutedExperts", "MoERunner", "ApplyRotaryEmb"))
@@ -88,7 +89,10 @@ def check_parameters(model: Module, hf: dict[str, Any], read: Callable[[str], Te
         if piece.local not in found:
             raise RuntimeError(f"the engine's model has no parameter {piece.local}, which the table of its family has")
         parameter = found[piece.local]
-        expected = read(piece.tensor)[piece.box.slices].to(parameter)
+        expected = read(piece.tensor)[piece.box.slices]
+        if piece.transform is not None:
+            expected = TRANSFORMS[piece.transform](expected)
+        expected = expected.to(parameter)
         if not torch.equal(parameter[piece.local_box.slices], expected):
             raise RuntimeError(
                 f"the engine's parameter {piece.local} differs from {piece.tensor}: it was loaded wrongly"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from vllm.distributed import get_ep_group, get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import ReLUSquaredActivation, SiluAndMul
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -33,14 +33,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.sample.sampler import Sampler
 
+from megatron_rlzero.architectures import families
 from megatron_rlzero.invariance import vllm_checks
 from megatron_rlzero.invariance.vllm_checks import Counted, check_used
+from megatron_rlzero.invariance.vllm_mamba import InvariantGatedNorm, InvariantMamba
 from megatron_rlzero.kernels import libraries
-from megatron_rlzero.kernels.activation import silu_and_mul
+from megatron_rlzero.kernels.activation import silu_and_mul, squared_relu
 from megatron_rlzero.kernels.experts import combine, mlp
 from megatron_rlzero.kernels.linear import linear
 from megatron_rlzero.kernels.log_prob import log_softmax
@@ -156,6 +159,16 @@ class InvariantSiluAndMul(Counted, SiluAndMul):
     forward_cpu = forward_native
 
 
+class InvariantSquaredReLU(Counted, ReLUSquaredActivation):
+    """The activation of an MLP without a gate."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        self.used()
+        return squared_relu(x)
+
+    forward_cpu = forward_native
+
+
 class _AlreadyReduced:
     """In the place of vLLM's expert kernel: tells the runner that the output needs no all-reduce."""
 
@@ -245,14 +258,20 @@ def install(slices: int, temperature: float) -> None:
     PluggableLayer.register_oot(InvariantGateLinear, name="GateLinear")
     PluggableLayer.register_oot(InvariantEmbedding, name="VocabParallelEmbedding")
     PluggableLayer.register_oot(InvariantLMHead, name="ParallelLMHead")
+    PluggableLayer.register_oot(InvariantMamba, name="MambaMixer2")
     for ours, name in (
         (InvariantRMSNorm, "RMSNorm"),
         (InvariantRotaryEmbedding, "RotaryEmbedding"),
         (InvariantLlama3RotaryEmbedding, "Llama3RotaryEmbedding"),
         (InvariantSiluAndMul, "SiluAndMul"),
+        (InvariantSquaredReLU, "ReLUSquaredActivation"),
+        (InvariantGatedNorm, "Mixer2RMSNormGated"),
         (InvariantMoEMethod, "UnquantizedFusedMoEMethod"),
     ):
         CustomOp.register_oot(ours, name=name)
+    for family in families():
+        for name, model in family.engine_models().items():
+            ModelRegistry.register_model(name, model)
     register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION)
     Sampler.compute_logprobs = staticmethod(_compute_logprobs)
     vllm_checks.install()

@@ -114,7 +114,7 @@ def build(config: Config, family: Architecture, hf: dict[str, Any], device: torc
         groups = ProcessGroupCollection.use_mpu_process_groups()
         policy = PolicyModel(
             config=transformer,
-            hybrid_stack_spec=hybrid_stack_spec(family.rotary(hf), transformer.qk_layernorm),
+            hybrid_stack_spec=hybrid_stack_spec(family.rotary(hf), transformer.qk_layernorm, family.mixer(hf)),
             hybrid_layer_pattern=family.layer_pattern(hf, config.learner.pipeline_model_parallel_size),
             vocab_size=hf["vocab_size"],
             padded_vocab_size=padded_vocab_size(hf["vocab_size"], config.reduction_slices),
@@ -127,7 +127,7 @@ def build(config: Config, family: Architecture, hf: dict[str, Any], device: torc
         ).to(device)
         for parameter in policy.parameters():
             parameter.data.zero_()  # rows of the padded vocabulary come from no checkpoint
-        inner = Float16Module(transformer, policy) if transformer.bf16 else policy
+        inner = _half(transformer, policy) if transformer.bf16 else policy
         model = DistributedDataParallel(
             transformer,
             DistributedDataParallelConfig(
@@ -141,6 +141,17 @@ def build(config: Config, family: Architecture, hf: dict[str, Any], device: torc
         scheduler = schedule(config.learner.optimizer, optimizer, config.loop.updates)
         transformer.grad_scale_func = optimizer.scale_loss
     return Parts(policy, model, optimizer, scheduler, transformer, device)
+
+
+def _half(transformer: TransformerConfig, policy: PolicyModel) -> Float16Module:
+    """Megatron's bf16 wrapper, but what is to stay fp32 stays so; before weights are loaded, so that no bit is lost."""
+    inner = Float16Module(transformer, policy)
+    for parameter in policy.parameters():
+        if getattr(parameter, "keep_fp32", False):
+            parameter.data = parameter.data.float()
+    for buffer in policy.buffers():
+        buffer.data = buffer.data.float()
+    return inner
 
 
 def transformer_config(config: Config, architecture: dict[str, Any]) -> TransformerConfig:

@@ -71,7 +71,7 @@ class Learner:
         self.parts = build(config, family, self.hf, device)
         self.weights = Weights(self.parts.policy, family, self.hf, DTYPES[config.model.dtype], config.reduction_slices)
         self.weights.load(config.model.path)
-        self._norm = GradientNorm(self.weights.layout, self.weights.finest, dist.get_rank())
+        self._norm = GradientNorm(self.weights.trained, self.weights.finest, dist.get_rank())
         replicas = parallel_state.get_data_parallel_world_size()
         if self.parts.config.num_moe_experts:
             replicas = max(replicas, parallel_state.get_expert_data_parallel_world_size())
@@ -128,7 +128,7 @@ class Learner:
         if self._sharded_gradients:  # after the reduce-scatter no rank has a whole gradient
             self.parts.optimizer.prepare_grads()
             return float(self.parts.optimizer.get_grad_norm())
-        return self._norm({name: parameter.main_grad for name, parameter in self.weights.local.items()})
+        return self._norm(self.weights.gradients())
 
     def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, fp32 [n] each, of every token of ``batch`` under the current weights."""

@@ -101,7 +101,9 @@ def _load(policy: torch.nn.Module, checkpoint: str | Path, pattern: str) -> None
         for name, entry in list(state.items()):
             if isinstance(entry, ShardedObject) and entry.unique_key not in objects:
                 del state[name]  # states that only TransformerEngine's modules have
-        tensors = {entry.key for entry in state.values() if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
+        # A factory's own key is not that of what it saves where it splits a tensor into blocks.
+        parts = [e.build() if isinstance(e, ShardedTensorFactory) else [e] for e in state.values()]
+        tensors = {part.key for built in parts for part in built if isinstance(part, ShardedTensor)}
         if absent := sorted(tensors - keys):
             raise CheckpointError(*(f"{key}: not in {checkpoint} under this name; --verify needs it" for key in absent))
         loaded = dist_checkpointing.load(state, str(checkpoint))

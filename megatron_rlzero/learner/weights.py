@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_rlzero.architectures import Architecture
 from megatron_rlzero.architectures.layouts import Parallel, engine_layout, finest, learner_layout
@@ -31,8 +32,9 @@ class Weights:
         layout: learner rank -> pieces it holds, the same on every rank.
         shapes: Hugging Face tensor -> shape, of the whole checkpoint.
         dtypes: Hugging Face tensor -> dtype of the learner's parameter.
-        finest: the whole model in the smallest boxes to which any tensor-parallel size up to the slices cuts it.
-        local: this rank's parameters by Megatron's name, with layer and expert numbers of the whole model.
+        trained: the layout without buffers, which have no gradients.
+        finest: the trained model in the smallest boxes to which any tensor-parallel size up to the slices cuts it.
+        local: this rank's parameters and buffers by Megatron's name, with layer and expert numbers of the whole model.
 
     Raises:
         RuntimeError: the model has other parameters than the architecture's table says.
@@ -43,8 +45,7 @@ class Weights:
     ) -> None:
         self.family, self.hf, self.dtype = family, hf, dtype
         self.shapes = family.tensors(hf)
-        self.dtypes = dict.fromkeys(self.shapes, dtype)
-        self.local: dict[str, Tensor] = {_global_name(n, policy): p for n, p in policy.named_parameters()}
+        self.dtypes = {n: torch.float32 if n.endswith(family.FP32) else dtype for n in self.shapes}
         config = policy.config
         parallel = Parallel(
             dist.get_world_size(),
@@ -55,11 +56,18 @@ class Weights:
         )
         self.layout = learner_layout(family, hf, parallel, slices)
         rules = family.parameters(hf, slices)
+        self.local: dict[str, Tensor] = {_global_name(n, policy): p for n, p in policy.named_parameters()}
+        buffers = {_global_name(n, policy): b for n, b in policy.named_buffers()}
+        self.local |= {name: buffer for name, buffer in buffers.items() if name in rules}
         # Rows of the vocabulary that are all padding are in no piece.
         absent = {piece.local for piece in self.layout[dist.get_rank()]} - self.local.keys()
         if wrong := sorted(absent | (self.local.keys() - rules.keys())):
             raise RuntimeError(f"rank {dist.get_rank()}: model and table of {hf['model_type']} differ in {wrong[:5]}")
-        self.finest = finest(rules, slices)
+        self.trained = {
+            rank: [piece for piece in pieces if not piece.tensor.endswith(family.BUFFERS)]
+            for rank, pieces in self.layout.items()
+        }
+        self.finest = [piece for piece in finest(rules, slices) if not piece.tensor.endswith(family.BUFFERS)]
 
     def engine_layout(self, workers: int) -> Layout:
         """What each worker of an aligned server keeps as its parameters."""
@@ -83,17 +91,24 @@ class Weights:
             for t in plan({0: pieces}, {0: mine}):
                 self.local[t.target_local][t.target_box.slices].copy_(view(source[t.source_local], t.source_box))
 
-    def assemble(self, local: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients by local name, fp32."""
+        return {name: tensor.main_grad for name, tensor in self.local.items() if isinstance(tensor, Parameter)}
+
+    def assemble(self, gradients: Mapping[str, Tensor] | None = None) -> dict[str, Tensor] | None:
         """Every tensor whole, on the CPU of rank 0; None on the other ranks.
 
         Args:
-            local: other tensors of the same layout and one dtype, such as gradients; the parameters by default.
+            gradients: fp32 ones in the place of the parameters.
         """
-        source = {name: tensor.detach().cpu() for name, tensor in (local or self.local).items()}
-        dtype = next(iter(source.values())).dtype
-        target = {n: torch.empty(s, dtype=dtype) for n, s in self.shapes.items()} if dist.get_rank() == 0 else {}
-        transfers = plan(self.layout, {0: whole_tensors(self.shapes)})
-        execute(transfers, dist.get_rank(), dist.group.WORLD, source, target, dict.fromkeys(self.shapes, dtype))
+        layout, dtypes = self.layout, self.dtypes
+        if gradients is not None:
+            layout = self.trained
+            dtypes = {n: torch.float32 for n in self.shapes if not n.endswith(self.family.BUFFERS)}
+        source = {n: t.detach().cpu() for n, t in (self.local if gradients is None else gradients).items()}
+        target = {n: torch.empty(self.shapes[n], dtype=d) for n, d in dtypes.items()} if dist.get_rank() == 0 else {}
+        transfers = plan(layout, {0: whole_tensors({n: self.shapes[n] for n in dtypes})})
+        execute(transfers, dist.get_rank(), dist.group.WORLD, source, target, dtypes)
         return target or None
 
     def export(self, directory: str | Path, origin: str | Path) -> None:

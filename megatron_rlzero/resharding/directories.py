@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import fcntl
 import os
 import shutil
@@ -13,13 +11,6 @@ from pathlib import Path
 
 #: what a directory that is being written ends with; it is never read
 PARTIAL = ".partial"
-
-
-#: After so many bytes the kernel is told to begin with a file; it would wait for seconds, and then be the last to end.
-WRITE_BEHIND = 64 * 2**20
-_SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = ctypes.CDLL(None).sync_file_range
-_sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 class CheckpointError(ValueError):
@@ -102,52 +93,6 @@ def sync(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def allocate(path: Path, size: int) -> int:
-    """Opens a new file of ``size`` bytes for reading and writing, with all of its space reserved.
-
-    Raises:
-        OSError: the disk is full; says how much is needed and available.
-    """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        os.posix_fallocate(file, 0, max(size, 1))
-    except OSError as error:
-        os.close(file)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(path.parent).free
-        raise OSError(
-            error.errno, f"the disk is full: {path.name} needs {size:,} bytes, {free:,} are available", str(path.parent)
-        ) from None
-    return file
-
-
-class OutputFile:
-    """An open file, written in any order, by several threads; its bytes go to the disk while further ones come."""
-
-    def __init__(self, file: int) -> None:
-        self.file, self._waiting = file, 0
-
-    def write(self, data: bytes | memoryview, offset: int) -> None:
-        """pwrite of all bytes."""
-        data = memoryview(data)
-        self._waiting += data.nbytes
-        while data.nbytes:
-            written = os.pwrite(self.file, data, offset)
-            data, offset = data[written:], offset + written
-        if self._waiting >= WRITE_BEHIND:
-            self._waiting = 0
-            # It waits for nothing and promises nothing: a fault of the disk comes out of fsync.
-            _sync_file_range(self.file, 0, 0, _SYNC_FILE_RANGE_WRITE)
-
-    def close(self) -> None:
-        """Waits until the file is on the disk and closes it."""
-        try:
-            os.fsync(self.file)
-        finally:
-            os.close(self.file)
 
 
 def carry_over(source: Path, target: Path, weights: Sequence[str], besides: Sequence[str] = ()) -> None:

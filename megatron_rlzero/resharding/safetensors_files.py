@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_rlzero.resharding.directories import CheckpointError, OutputFile, allocate
+from megatron_rlzero.resharding.directories import CheckpointError
 from megatron_rlzero.resharding.layout import Box
+from megatron_rlzero.resharding.output_files import OutputFile, allocate
 
 INDEX = "model.safetensors.index.json"
 #: A file that is written holds at most this many bytes of tensors.
@@ -140,20 +141,14 @@ class SafetensorsWriter:
             (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, tensor: str, box: Box, values: Tensor) -> None:
-        """Writes ``values`` to a box of a tensor; their shape and dtype are the box's. Threads may call it at once."""
+        """Writes rows of a tensor: ``box`` is whole but for its first axis. Threads may call it at once."""
         file, start = self._at[tensor]
         shape, dtype = self.specs[tensor]
-        if values.dtype != dtype or tuple(values.shape) != box.shape:
-            raise ValueError(f"{tensor}: {values.dtype} {list(values.shape)} for {dtype} {list(box.shape)}")
-        if box.start[1:] == (0,) * len(box.start[1:]) and box.stop[1:] == shape[1:]:
-            at = start + (box.start[0] if box.start else 0) * dtype.itemsize * Box.whole(shape[1:]).numel
-            file.write(as_bytes(values), at)
-        else:
-            # Rows in many short parts: a mapping takes one copy for all of them.
-            path = f"/proc/self/fd/{file.file}"
-            size = start + _nbytes(self.specs[tensor])
-            mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-            mapped[start:].view(dtype).view(shape)[box.slices].copy_(values)
+        rows = (*box.shape[:1], *shape[1:])
+        if values.dtype != dtype or not tuple(values.shape) == box.shape == rows:
+            raise ValueError(f"{tensor}: {values.dtype} {list(values.shape)} for {dtype} {list(rows)}")
+        row = Box.whole(shape[1:]).numel * dtype.itemsize
+        file.write(as_bytes(values), start + sum(box.start[:1]) * row)
 
     def close(self) -> None:
         """Waits until the files are on the disk and closes them."""

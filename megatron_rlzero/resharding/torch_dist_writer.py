@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_rlzero.resharding.directories import OutputFile, allocate
 from megatron_rlzero.resharding.layout import Box
+from megatron_rlzero.resharding.output_files import OutputFile, allocate
 from megatron_rlzero.resharding.safetensors_files import as_bytes
 from megatron_rlzero.resharding.torch_dist import INDEX, MARKER
 

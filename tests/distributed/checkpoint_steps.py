@@ -1,12 +1,14 @@
 """What the ranks of the checkpoint tests run: steps of a JSON file, all in one process group.
 
 A step loads or saves a distributed checkpoint with Megatron-Core's own functions, in the learner's model or in a stock
-GPTModel, and may say what it found.
+GPTModel, and may say what it found; or it says what the learner's Mamba mixer and Megatron's save.
 """
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -14,11 +16,16 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm import mamba_mixer
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.architectures.rules import padded_vocab_size
+from megatron_rlzero.invariance.megatron_layers import NormColumnLinear, RowLinear
+from megatron_rlzero.invariance.megatron_mamba import Mixer
+from megatron_rlzero.invariance.operators import OPERATORS
 from megatron_rlzero.learner import cpu
 from megatron_rlzero.learner.build import build, initialise_distributed, make_parallel_groups, transformer_config
 from megatron_rlzero.learner.weights import Weights
@@ -94,8 +101,55 @@ def entries(model: torch.nn.Module, metadata: dict) -> dict[str, list]:
     return found
 
 
+class GatedNorm(torch.nn.Module):
+    """Stands in for the norm of mamba_ssm, of which Megatron's mixer saves the weight."""
+
+    def __init__(self, size: int, *, device: object, dtype: torch.dtype, **_: object) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+
+
+def megatrons_mixer() -> type:
+    """MambaMixer of Megatron's own source, run again as where mamba_ssm is installed."""
+    triton = "mamba_ssm.ops.triton"
+    for name, contents in {
+        f"{triton}.layernorm_gated": {"RMSNorm": GatedNorm},
+        f"{triton}.ssd_combined": dict.fromkeys(
+            ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), lambda: None
+        ),
+    }.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(contents)
+    spec = importlib.util.spec_from_file_location("megatron.core.ssm.with_mamba_ssm", mamba_mixer.__file__)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.MambaMixer
+
+
+def mixer_entries(kind: type, model: Path, sizes: dict) -> dict[str, list]:
+    """Name in the state and key -> what is saved: global shape, offset, replica, and a tensor's local shape and dtype."""
+    hf, settings = read_config(model), learner_config(model, model, dtype="bf16", **sizes)
+    config = transformer_config(settings, architecture(hf).transformer_config(hf))
+    config.operators, config.reduction_slices = OPERATORS["aligned"], 8
+    submodules = mamba_mixer.MambaMixerSubmodules(in_proj=NormColumnLinear, out_proj=RowLinear)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    mixer = kind(config, submodules, d_model=config.hidden_size, layer_number=1, pg_collection=groups)
+    found = {}
+    for name, entry in mixer.sharded_state_dict(prefix="decoder.layers.0.mixer.").items():
+        for part in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
+            values = [list(x) for x in (part.global_shape, part.global_offset, part.replica_id)]
+            tensor = [] if isinstance(part, ShardedObject) else [list(part.local_shape), str(part.dtype)]
+            found[f"{name} {part.key}"] = values + tensor
+    return found
+
+
 def run(step: dict, out: Path) -> None:
     model, sizes = Path(step["model"]), step.get("sizes", {})
+    if step["kind"] == "mixers":
+        found = [mixer_entries(kind, model, sizes) for kind in (Mixer, megatrons_mixer())]
+        (out / f"{step['entries']}.{dist.get_rank()}.json").write_text(json.dumps(found))
+        return
     weights = None
     if step["kind"] == "learner":
         policy, weights = learner(model, sizes)

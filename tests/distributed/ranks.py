@@ -34,7 +34,7 @@ def run(case: dict, model: Path, out: Path, device: torch.device) -> None:
     tensors: dict[str, torch.Tensor] = {"log_pi": log_pi, "entropy": entropy}
     if not settings.get("optimizer_use_distributed_optimizer"):
         learner.backward(batch, likelihood)
-        gradients = learner.weights.assemble({n: p.main_grad for n, p in learner.weights.local.items()})
+        gradients = learner.weights.assemble(learner.weights.gradients())
         tensors |= {f"grad.{n}": g for n, g in (gradients or {}).items()}
     steps = [learner.step(batch, likelihood) for _ in range(3)]
     weights = learner.weights.assemble()

@@ -14,7 +14,10 @@ from tests.checkpoints import config, read, same_bits, write
 MODELS = {
     "moe": config("qwen3_moe", hidden_size=64, head_dim=16),
     "qwen2": config("qwen2", hidden_size=64, head_dim=16, tie_word_embeddings=True),
+    "hybrid": config("nemotron_h", hidden_size=64, head_dim=16, hybrid_override_pattern="M*-EMEM"),
 }
+#: of which Megatron has a GPTModel
+GPT = [name for name in MODELS if name != "hybrid"]
 #: how GPTModel may number layers and experts: on axes, layers in the key, both in the key
 FORMS = {
     "homogeneous": {},
@@ -42,7 +45,7 @@ def run(world: int, steps: list[dict], out: Path) -> None:
 
 
 def sizes_of_eight(name: str):
-    return smallest_world(2, 2, 2, 1) if name == "moe" else smallest_world(4, 2, 1, 1)
+    return smallest_world(4, 2, 1, 1) if name == "qwen2" else smallest_world(2, 2, 2, 1)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,7 @@ def one(models, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("one")
     steps = []
     for name, model in models.items():
-        for naming, kind in (("hybrid", "learner"), ("gpt", "stock")):
+        for naming, kind in (("hybrid", "learner"), ("gpt", "stock"))[: 1 + (name in GPT)]:
             source = out / f"{name}_{naming}"
             to_megatron(model, source, sizes_of_eight(name), naming)
             common = {"kind": kind, "model": model, "from": source}
@@ -72,7 +75,7 @@ def many(request, models, one, tmp_path_factory) -> Path:
     steps = []
     for name, model in models.items():
         save, load = (
-            {EXPERT: 1} | {k: v for k, v in layout.items() if name == "moe" or k != EXPERT}
+            {EXPERT: 1} | {k: v for k, v in layout.items() if name != "qwen2" or k != EXPERT}
             for layout in LAYOUTS[request.param]
         )
         common = {"kind": "learner", "model": model}
@@ -81,6 +84,8 @@ def many(request, models, one, tmp_path_factory) -> Path:
             common | {"sizes": load, "from": out / f"{name}_saved", "assemble": f"{name}_own.safetensors"},
             common | {"sizes": save, "from": one / f"{name}_hybrid", "assemble": f"{name}_converted.safetensors"},
         ]
+    sizes = {TENSOR: request.param, EXPERT: 1}
+    steps.append({"kind": "mixers", "model": models["hybrid"], "sizes": sizes, "entries": "mixers"})
     run(request.param, steps, out)
     return out
 
@@ -91,9 +96,8 @@ def test_megatron_loads_what_convert_writes(models, one, name):
     assert not same_bits(load_file(one / f"{name}.safetensors"), read(models["qwen2" if name == "moe" else "moe"]))
 
 
-@pytest.mark.parametrize("kind", ["learner", "stock"])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kind"), [(n, "learner") for n in MODELS] + [(n, "stock") for n in GPT])
 def test_checkpoints_of_the_learner_and_of_a_stock_gpt_model_are_read(models, one, tmp_path, name, form, kind):
     to_hf(one / f"{name}_{form}_{kind}", tmp_path / "back", models[name])
     assert same_bits(read(tmp_path / "back"), read(models[name]))
@@ -104,6 +108,21 @@ def test_the_learners_experts_are_saved_as_megatrons(one, form):
     ours, theirs = (json.loads((one / f"moe_{form}_{kind}.0.json").read_text()) for kind in ("learner", "stock"))
     assert ours == theirs
     assert len(ours) == 3 * 6 * (3 + 2)  # layers, experts: gate, up, down and two states
+
+
+def test_the_learners_mamba_mixer_is_saved_as_megatrons(many):
+    """Megatron's keeps dt_bias in the model's dtype."""
+    files = sorted(many.glob("mixers.*.json"))
+    assert len(files) in (2, 4)
+    for rank, file in enumerate(files):
+        ours, theirs = json.loads(file.read_text())
+        bias = "decoder.layers.0.mixer.dt_bias decoder.layers.0.mixer.dt_bias"
+        assert (ours[bias].pop(), theirs[bias].pop()) == ("torch.float32", "torch.bfloat16")
+        tensors = {name: entry for name, entry in ours.items() if "_extra_state" not in name}
+        assert ours == theirs and len(tensors) == 5 + 1 + 3 + 3 + 5
+        block = "decoder.layers.0.mixer.in_proj.weight decoder.layers.0.mixer.in_proj.weight.B"
+        rows = 20 // len(files)
+        assert tensors[block] == [[20, 64], [rows * rank, 0], [0, 0, 0], [rows, 64], "torch.bfloat16"]
 
 
 @pytest.mark.parametrize("name", MODELS)

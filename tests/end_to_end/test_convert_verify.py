@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import LLAMA3, make_llama, make_qwen3_moe
+from tests.tiny import LLAMA3, make_llama, make_nemotron_h, make_qwen3_moe
 
 #: Megatron-Core's CPU shims stay out of the tests' own process.
 SCRIPT = """
 import sys
+import torch
 from megatron_rlzero import cli
-from megatron_rlzero.learner.verify import largest_difference
+from megatron_rlzero.architectures import read_config
+from megatron_rlzero.learner.verify import largest_difference, learner_log_probs, transformers_log_probs
 
 source, other, work, naming = sys.argv[1:]
 arguments = ["--to", "megatron", "--tensor-model-parallel-size", "2", "--naming", naming, "--verify"]
@@ -20,6 +22,12 @@ assert cli.main(["convert", source, work + "/megatron", *arguments]) == 0
 assert cli.main(["convert", work + "/megatron", work + "/hf", "--to", "hf", "--verify"]) == 0
 difference = largest_difference(work + "/megatron", other)
 assert difference > 0.1, difference
+hf, tokens = read_config(source), torch.arange(64).view(1, -1)
+if "time_step_min" in hf:
+    wanted = transformers_log_probs(work + "/hf", tokens)
+    for least, same in ((hf["time_step_min"], True), (0.0, False)):
+        found = learner_log_probs(work + "/megatron", hf | {"time_step_min": least}, tokens)
+        assert ((found - wanted).abs().max() < 1e-4) == same, least
 """
 
 
@@ -27,6 +35,7 @@ assert difference > 0.1, difference
     ("make", "settings", "naming"),
     [
         (make_qwen3_moe, {"num_experts": 6, "vocab_size": 101}, "gpt"),
+        (make_nemotron_h, {"vocab_size": 101}, "hybrid"),
         pytest.param(
             make_llama, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "hybrid", marks=pytest.mark.full
         ),

@@ -1,10 +1,10 @@
-"""SwiGLU's activation: float64 values and gradients, the far tails, and rows whose bits no batch changes."""
+"""Activations: float64 values and gradients, the far tails, and rows whose bits no batch changes."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_rlzero.kernels.activation import silu_and_mul
+from megatron_rlzero.kernels.activation import silu_and_mul, softplus, squared_relu
 from tests.kernels.checks import DTYPES, FP32, dependent_rows, errors, rounded_once, tolerance, with_gradients
 
 
@@ -49,3 +49,34 @@ def test_rows_do_not_depend_on_the_batch(dtype, width):
 
 def test_the_library_alone_depends_on_the_batch():
     assert dependent_rows(F.silu, torch.randn(50, 125) * 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 33), (2, 3, 127)])
+def test_squared_relu(dtype, shape):
+    x = (torch.randn(*shape) * 3).to(dtype)
+    x.view(-1)[0] = 0
+    wanted = lambda x: F.relu(x).square()  # noqa: E731
+    y = squared_relu(x)
+    assert y.dtype == dtype
+    assert rounded_once(y, wanted(x.double()))
+    if x.numel() > 1:
+        assert max(errors(squared_relu, wanted, (x,))) < tolerance(dtype)
+        assert errors(lambda a: squared_relu(a) * 1.01, wanted, (x,))[0] > tolerance(dtype)
+    assert dependent_rows(squared_relu, torch.randn(50, shape[-1]).to(dtype)) == []
+
+
+def test_softplus_and_its_tails():
+    x = torch.cat((torch.randn(1000) * 10, torch.tensor([-1e4, -104.0, -88.0, 0.0, 20.0, 89.0, 1e4])))
+    wanted = torch.logaddexp(x.double(), torch.zeros((), dtype=torch.float64))
+    torch.testing.assert_close(softplus(x).double(), wanted, rtol=1e-6, atol=1e-38)
+    assert not torch.allclose(softplus(x).double(), F.relu(x.double()), atol=1e-3)
+
+
+@pytest.mark.parametrize("width", [1, 17, 125])
+def test_rows_of_softplus_do_not_depend_on_the_batch(width):
+    assert dependent_rows(softplus, torch.randn(50, width) * 3) == []
+
+
+def test_the_librarys_softplus_depends_on_the_batch():
+    assert dependent_rows(F.softplus, torch.randn(50, 125) * 3)

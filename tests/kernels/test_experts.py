@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rlzero.kernels.activation import silu_and_mul
+from megatron_rlzero.kernels.activation import silu_and_mul, squared_relu
 from megatron_rlzero.kernels.experts import combine, grouped_linear, mlp
 from tests.kernels.checks import BF16, DTYPES, FP32, dependent_rows, error, errors, rounded_once, tolerance
 
@@ -109,15 +109,17 @@ def test_combined_rows_do_not_depend_on_the_batch(dtype, hidden):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("n", [0, 1, 7, 40, 300, 3000])
-def test_the_engines_form_gives_the_bits_of_the_learners(dtype, n, monkeypatch):
+def test_the_engines_form_gives_the_bits_of_the_learners(dtype, gated, n, monkeypatch):
     """One product over all experts, or one after the other; expert 3 has no row, and at 0 nobody has."""
-    w13, w2 = (torch.randn(8, 96, 64) / 8).to(dtype), (torch.randn(8, 64, 48) / 8).to(dtype)
+    w13, w2 = (torch.randn(8, 96 if gated else 48, 64) / 8).to(dtype), (torch.randn(8, 64, 48) / 8).to(dtype)
     experts = torch.randint(0, 7, (n,)).sort().values
     experts[experts >= 3] += 1
     x, counts = torch.randn(n, 64).to(dtype), torch.bincount(experts, minlength=8).tolist()
-    wanted = grouped_linear(silu_and_mul(grouped_linear(x, w13.unbind(), counts)), w2.unbind(), counts)
+    activation = silu_and_mul if gated else squared_relu
+    wanted = grouped_linear(activation(grouped_linear(x, w13.unbind(), counts)), w2.unbind(), counts)
     for few in (0, 2**20):
         monkeypatch.setattr("megatron_rlzero.kernels.experts.reference.FEW", few)
-        assert torch.equal(mlp(x, experts, w13, w2), wanted)
-    assert n == 0 or not torch.equal(mlp(x, experts, w13 + 0.01, w2), wanted)
+        assert torch.equal(mlp(x, experts, w13, w2, gated), wanted)
+    assert n == 0 or not torch.equal(mlp(x, experts, w13 + 0.01, w2, gated), wanted)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_rlzero.kernels.linear import column_parallel, linear, row_parallel
+from megatron_rlzero.kernels.linear import column_parallel, linear, replicated, row_parallel
 from megatron_rlzero.kernels.reduction import row_sum, sliced_product, tree
 from tests.kernels.checks import DTYPES, FP32, dependent_rows, errors, rounded_once, tolerance
 
@@ -88,19 +88,26 @@ def test_memory_layout_does_not_count(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stacked", [1, 2])
-def test_parallel_forms_on_one_rank(dtype, stacked):
+@pytest.mark.parametrize("blocks", [(), (16, 16), (8, 20, 4)])
+def test_parallel_forms_on_one_rank(dtype, blocks):
     x, weight = torch.randn(5, 64).to(dtype), torch.randn(32, 64).to(dtype)
-    column = lambda a, w: column_parallel(a, w, 4, stacked=stacked)  # noqa: E731
+    column = lambda a, w: column_parallel(a, w, 4, blocks=blocks)  # noqa: E731
     row = lambda a, w: row_parallel(a, w, 4)  # noqa: E731
     for f in (column, row):
         assert rounded_once(f(x, weight), oracle(x.double(), weight.double()))
         assert max(errors(f, oracle, (x, weight))) < tolerance(dtype)
     assert torch.equal(column(x, weight), linear(x, weight))
     bias = torch.randn(32).to(dtype)
-    biased = lambda a, w, b: column_parallel(a, w, 4, stacked=stacked, bias=b)  # noqa: E731
+    biased = lambda a, w, b: column_parallel(a, w, 4, blocks=blocks, bias=b)  # noqa: E731
     assert max(errors(biased, oracle, (x, weight, bias))) < tolerance(dtype)
     assert torch.equal(biased(x, weight, bias), linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_replicated_form_on_one_rank(dtype):
+    x, weight = torch.randn(5, 64).to(dtype), torch.randn(32, 64).to(dtype)
+    assert torch.equal(replicated(x, weight), linear(x, weight))
+    assert max(errors(replicated, oracle, (x, weight))) < tolerance(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,14 +131,16 @@ def test_a_sliced_product_is_the_tree_of_its_parts(dtype):
     whole = sliced_product(x, weight, 4)
     halves = [sliced_product(a, w, 2) for a, w in zip(x.chunk(2, 1), weight.chunk(2), strict=True)]
     assert torch.equal(tree(torch.stack(halves)), whole)
-    gate_up = sliced_product(x, weight, 4, stacked=2)
-    halves = []
-    for rank in range(2):
-        columns = torch.cat([torch.arange(16) + 16 * rank, torch.arange(16) + 16 * rank + 32])
-        halves.append(sliced_product(x[:, columns], weight[columns], 2, stacked=2))
-    assert torch.equal(tree(torch.stack(halves)), gate_up)
+    for blocks in ((32, 32), (24, 36, 4)):
+        stacked, halves = sliced_product(x, weight, 4, blocks), []
+        for rank in range(2):
+            columns = torch.cat([part.chunk(2)[rank] for part in torch.arange(64).split(blocks)])
+            mine = [size // 2 for size in blocks]
+            halves.append(sliced_product(x[:, columns], weight[columns], 2, mine))
+        assert torch.equal(tree(torch.stack(halves)), stacked)
+        assert not torch.equal(whole, stacked)
     assert not torch.equal(whole, sliced_product(x, weight, 2))
-    with pytest.raises(ValueError, match="over 64 does not divide into 3 slices of 1 blocks"):
+    with pytest.raises(ValueError, match="over 64 does not divide into 3 slices: it has a block of 64"):
         sliced_product(x, weight, 3)
 
 

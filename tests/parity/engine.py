@@ -20,6 +20,7 @@ from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.architectures.layouts import engine_layout
 from megatron_rlzero.generation.requests import ARGUMENT
 from megatron_rlzero.invariance.vllm import BACKEND, Settings
+from megatron_rlzero.resharding.transport import TRANSFORMS
 
 
 @dataclass
@@ -108,7 +109,8 @@ def stage(transfer, directory: Path) -> None:
     transfer.aligned, transfer.parameters = True, parameters(transfer.model)
     transfer.staged = {name: torch.zeros_like(parameter) for name, parameter in transfer.parameters.items()}
     for piece in engine_layout(architecture(hf), hf, 1)[0]:
-        transfer.staged[piece.local][piece.local_box.slices] = tensors[piece.tensor][piece.box.slices]
+        value = tensors[piece.tensor][piece.box.slices]
+        transfer.staged[piece.local][piece.local_box.slices] = TRANSFORMS.get(piece.transform, lambda x: x)(value)
 
 
 def update_in_flight(llm, run: dict, steps: int) -> tuple[list, list[int]]:

@@ -12,6 +12,10 @@ HF = {
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
     "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 32,
+    "rms_norm_eps": 1e-6,
     "max_position_embeddings": 64,
 }
 

@@ -5,7 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from megatron_rlzero.architectures import KNOWN, architecture, llama, qwen2, qwen3, qwen3_moe, read_config, rules
+from megatron_rlzero.architectures import (
+    KNOWN,
+    add,
+    architecture,
+    families,
+    llama,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    read_config,
+    rules,
+)
 from megatron_rlzero.resharding.layout import Box
 
 HF = {
@@ -199,8 +210,29 @@ def test_unknown_family_lists_the_known(tmp_path):
         with pytest.raises(ValueError) as error:
             architecture(hf)
         assert str(error.value) == f"model_type = {hf.get('model_type')!r} is not known; known are {', '.join(KNOWN)}"
-    assert KNOWN == ("llama", "qwen2", "qwen3", "qwen3_moe")
-    assert [architecture({"model_type": name}) for name in KNOWN] == [llama, qwen2, qwen3, qwen3_moe]
+    dense = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
+    assert dense.keys() <= set(KNOWN) and "nemotron_h" in KNOWN
+    assert {name: architecture({"model_type": name}) for name in dense} == dense
+    assert all(family in families() for family in dense.values())
+
+
+def test_a_family_in_a_file_of_its_own(tmp_path):
+    """Everything that a family has to define is asked for by name."""
+    file = tmp_path / "mine.py"
+    with pytest.raises(ValueError, match=r"mine\.py: no such file"):
+        add(file)
+    lines = [f"{name} = None" for name in ("unsupported", "parameters", "engine_parameters", "tensors", "trace_points")]
+    file.write_text('MODEL_TYPE = "mine"\n' + "\n".join(lines))
+    with pytest.raises(
+        ValueError, match="BUFFERS, FP32, engine_models, layer_pattern, mixer, rotary, transformer_config"
+    ):
+        add(file)
+    other = tmp_path / "other.py"
+    other.write_text("from megatron_rlzero.architectures.llama import *\nMODEL_TYPE = 'other'\n")
+    assert add(other) == "other" == add(other)
+    assert architecture({"model_type": "other"}).layer_pattern({"num_hidden_layers": 1}, 1) == "*-"
+    with pytest.raises(ValueError, match=r"known are .*llama.*, other"):
+        architecture({"model_type": "mine"})
 
 
 UNSUPPORTED = {

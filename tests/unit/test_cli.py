@@ -40,7 +40,8 @@ def base(tmp_path):
     model = tmp_path / "base"
     model.mkdir()
     hf = {"model_type": "qwen3_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
-    hf |= {"vocab_size": 100, "hidden_size": 32}
+    hf |= {"vocab_size": 100, "hidden_size": 32, "rms_norm_eps": 1e-6, "moe_intermediate_size": 32}
+    hf["num_experts_per_tok"] = 2
     (model / "config.json").write_text(json.dumps(hf | {"num_experts": 8, "max_position_embeddings": 256}))
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).touch()

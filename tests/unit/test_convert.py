@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rlzero import convert
+from megatron_rlzero.architectures import architecture
 from megatron_rlzero.architectures.checkpoint_layout import smallest_world
+from megatron_rlzero.architectures.layouts import count_experts
 from megatron_rlzero.convert import to_hf, to_megatron
 from megatron_rlzero.resharding.directories import CheckpointError
-from tests.checkpoints import FAMILIES, changed, config, read, refused, same_bits, write, write_tensors
+from tests.checkpoints import FAMILIES, NAMED, changed, config, read, refused, same_bits, write, write_tensors
 
 GATE = "model.layers.1.mlp.experts.2.gate_proj.weight"
 UP = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -25,11 +27,10 @@ def there_and_back(source: Path, work: Path, sizes=(1, 1, 1, 1), naming="hybrid"
     return work / "back"
 
 
-@pytest.mark.parametrize("naming", ["hybrid", "gpt"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "naming"), NAMED)
 def test_round_trip_keeps_every_bit(tmp_path, family, naming):
     source = write(tmp_path / "source", config(family), mixed=True)
-    sizes = (2, 3, 6, 1) if "moe" in family else (2, 3, 1, 1)
+    sizes = (2, 3, 6 if count_experts(architecture(config(family)).parameters(config(family), 1)) else 1, 1)
     back = there_and_back(source, tmp_path, sizes, naming)
     assert same_bits(read(source), read(back))
     assert not same_bits(read(write(tmp_path / "other", config(family), seed=1, mixed=True)), read(back))
@@ -40,7 +41,7 @@ def test_round_trip_keeps_every_bit(tmp_path, family, naming):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    family=st.sampled_from(FAMILIES),
+    family=st.sampled_from([f for f in FAMILIES if "nemotron" not in f]),
     tied=st.booleans(),
     mixed=st.booleans(),
     naming=st.sampled_from(["hybrid", "gpt"]),
@@ -58,17 +59,57 @@ def test_random_layouts(
     changes = {"num_key_value_heads": kv_heads, "num_hidden_layers": layers, "vocab_size": vocabulary}
     hf = config(family, tie_word_embeddings=tied, **changes)
     expert, expert_tensor = experts if "moe" in family else (1, 1)
-    work = tmp_path_factory.mktemp("random")
-    source = write(work / "source", hf, mixed=mixed)
     refused = {
         f"{layers} layers cannot be cut into {pipeline}": layers < pipeline,
         f"k_proj.weight: {kv_heads} does not divide by a tensor-parallel size of {tensor}": kv_heads % tensor,
         f"expert_model_parallel_size = {expert} does not divide 6 experts": 6 % expert,
         f"8 does not divide by a tensor-parallel size of {expert_tensor}": 8 % expert_tensor,
     }
-    expected = [line for line, wrong in refused.items() if wrong]
     sizes = (tensor, pipeline, expert, expert_tensor)
-    if expected:
+    comes_back_or_is_refused(tmp_path_factory, hf, mixed, sizes, naming, shard_bytes, refused)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    pattern=st.text("M*-E", min_size=1, max_size=6),
+    latent=st.sampled_from([None, 7]),
+    mixed=st.booleans(),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    groups=st.sampled_from([1, 2, 4]),
+    sizes=st.tuples(
+        st.sampled_from([1, 2, 4]), st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3])
+    ),
+    shard_bytes=st.integers(200, 5000),
+)
+def test_random_hybrids(tmp_path_factory, pattern, latent, mixed, kv_heads, groups, sizes, shard_bytes):
+    changes = {"moe_latent_size": latent, "num_key_value_heads": kv_heads, "n_groups": groups}
+    hf = config("nemotron_h", hybrid_override_pattern=pattern, **changes)
+    tensor, pipeline, *_ = sizes
+    expert, expert_tensor = sizes[2:] if "E" in pattern else (1, 1)
+    # Of parameters that do not divide the first is named.
+    misfits = [
+        f"{name} does not divide by a tensor-parallel size of {tensor}"
+        for symbol in pattern
+        for kind, name, count in (
+            ("M", f"in_proj.weight: n_groups = {groups}", groups),
+            ("*", f"k_proj.weight: {kv_heads}", kv_heads),
+        )
+        if symbol == kind and count % tensor
+    ]
+    refused = {
+        f"{len(pattern)} layers cannot be cut into {pipeline}": len(pattern) < pipeline,
+        **dict.fromkeys(misfits[:1], True),
+        f"expert_model_parallel_size = {expert} does not divide 6 experts": 6 % expert,
+        f"8 does not divide by a tensor-parallel size of {expert_tensor}": 8 % expert_tensor,
+    }
+    sizes = (tensor, pipeline, expert, expert_tensor)
+    comes_back_or_is_refused(tmp_path_factory, hf, mixed, sizes, "hybrid", shard_bytes, refused)
+
+
+def comes_back_or_is_refused(tmp_path_factory, hf, mixed, sizes, naming, shard_bytes, refused):
+    work = tmp_path_factory.mktemp("random")
+    source = write(work / "source", hf, mixed=mixed)
+    if expected := [line for line, wrong in refused.items() if wrong]:
         with pytest.raises(CheckpointError) as error:
             there_and_back(source, work, sizes, naming, shard_bytes)
         # Which stage has what is not known where there are too many stages: sizes are not looked at then.
@@ -150,7 +191,6 @@ def test_truncated_safetensors(tmp_path, moe, capsys):
 @pytest.mark.parametrize("block", [1, 100, 1000])
 def test_tensors_of_several_blocks(tmp_path, moe, monkeypatch, block):
     monkeypatch.setattr("megatron_rlzero.resharding.streaming.BLOCK", block)
-    monkeypatch.setattr("megatron_rlzero.resharding.directories.WRITE_BEHIND", block)
     assert same_bits(read(moe), read(there_and_back(moe, tmp_path, (2, 1, 2, 2))))
 
 

@@ -109,7 +109,7 @@ def test_rotary_settings():
     [(3, 2, [2, 1]), (5, 2, [3, 2]), (5, 3, [2, 2, 1]), (7, 4, [2, 2, 2, 1]), (6, 3, [2, 2, 2]), (4, 4, [1] * 4)],
 )
 def test_pipeline_cuts(layers, stages, cut):
-    assert [len(stage) // 2 for stage in common.layer_pattern("*-", layers, stages).split("|")] == cut
+    assert [len(stage) // 2 for stage in common.layer_pattern(["*-"] * layers, stages).split("|")] == cut
     # stage s begins at layer ceil(s L / n)
     first = [-(-s * layers // stages) for s in range(stages)]
     assert [sum(cut[:s]) for s in range(stages)] == first
@@ -118,7 +118,7 @@ def test_pipeline_cuts(layers, stages, cut):
 def test_every_pipeline_stage_has_a_layer():
     for layers in range(1, 9):
         for stages in range(1, layers + 1):
-            parts = common.layer_pattern("*E", layers, stages).split("|")
+            parts = common.layer_pattern(["*E"] * layers, stages).split("|")
             assert len(parts) == stages and all(parts) and "".join(parts) == "*E" * layers
     with pytest.raises(ValueError, match=r"^3 layers cannot be cut into 4 pipeline stages"):
         qwen2.layer_pattern(DENSE, 4)

@@ -1,11 +1,23 @@
 """A configuration against what lies outside it: model directory, data, ports, run directory; with negatives."""
 
+import json
 import os
 import socket
 
 import pytest
 
-from tests.unit.setups import violations, write_model
+from tests.unit.setups import HF, violations, write_model
+
+HYBRID = {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["linear_attention", "full_attention", "mlp", "mamba"],
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "ssm_state_size": 8,
+}
 
 
 def test_each_missing_part_of_the_model_directory_is_named(empty, good, tmp_path):
@@ -23,16 +35,21 @@ def test_each_missing_part_of_the_model_directory_is_named(empty, good, tmp_path
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model_type": "gpt2"}, ["model_type = gpt2, an unknown family; known are llama, qwen2, qwen3, qwen3_moe"]),
+        ({"model_type": "gpt2"}, ["model_type = 'gpt2' is not known; known are llama, nemotron_h"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers = None"]),
         ({"num_hidden_layers": 0, "hidden_size": "64"}, ["hidden_size = '64'", "num_hidden_layers = 0"]),
         ({"attention_bias": True}, ["attention_bias = True"]),
         ({"num_hidden_layers": 3}, []),
         ({"num_key_value_heads": 3}, ["num_attention_heads = 4 and num_key_value_heads = 3"]),
-        ({"num_experts": 0, "head_dim": 3, "intermediate_size": 97}, ["the model has intermediate_size = 97"]),
-        ({"num_experts": 8, "head_dim": 3, "intermediate_size": 97}, []),
+        ({"model_type": "qwen3", "head_dim": 4, "intermediate_size": 97}, ["the model has intermediate_size = 97"]),
+        ({"head_dim": 3, "intermediate_size": 97}, []),
         ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 2}, ["= 6 columns", "= 10 rows"]),
         ({}, []),
+        (HYBRID, []),
+        (HYBRID | {"mamba_num_heads": 6}, ["n_groups = 4: only a divisor of mamba_num_heads = 6"]),
+        (HYBRID | {"mamba_num_heads": 6, "n_groups": 2}, ["6 Mamba heads, not divisible"]),
+        (HYBRID | {"n_groups": 2, "ssm_state_size": 3}, ["6 elements of Mamba's B and of its C, not divisible"]),
+        (HYBRID | {"layers_block_type": ["mamba", "conv"]}, ["['mamba', 'conv']"]),
     ],
 )
 def test_model_configurations(empty, good, tmp_path, changes, parts):
@@ -42,8 +59,22 @@ def test_model_configurations(empty, good, tmp_path, changes, parts):
     assert all(part in line for part, line in zip(parts, found, strict=True))
 
 
+def test_settings_that_config_json_lacks_are_named(empty, good, tmp_path):
+    directory = write_model(tmp_path / "other")
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in HF.items() if k != "rms_norm_eps"}))
+    (found,) = violations(empty, [*good, f"model.path={directory}"])
+    assert found.endswith("config.json has no rms_norm_eps; add it")
+
+
+def test_mamba_heads_and_groups_divide_over_the_ranks(empty, good, tmp_path):
+    write_model(tmp_path / "hybrid", **HYBRID | {"n_groups": 1, "ssm_state_size": 4})
+    sizes = ["rollout.tensor_model_parallel_size=2", "learner.tensor_model_parallel_size=2"]
+    found = violations(empty, [*good, f"model.path={tmp_path}/hybrid", *sizes])
+    assert len([line for line in found if "4 Mamba heads in 1 groups, not divisible by it" in line]) == 2
+
+
 def test_expert_parallel_size_of_a_dense_model(empty, good, tmp_path):
-    write_model(tmp_path / "dense", num_experts=0)
+    write_model(tmp_path / "dense", model_type="qwen3", head_dim=8)
     change = [*good, f"model.path={tmp_path}/dense"]
     assert violations(empty, change) == []
     (found,) = violations(empty, [*change, "learner.expert_model_parallel_size=2"])

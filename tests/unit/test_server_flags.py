@@ -11,7 +11,7 @@ from megatron_rlzero.kernels import attention
 
 
 def configuration(directory, kernels: str, tp: int, hf: dict) -> Config:
-    (directory / "config.json").write_text(json.dumps(hf))
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"} | hf))
     config = Config(kernels=kernels, reduction_slices=8)
     config.model.path = str(directory)
     config.rollout.tensor_model_parallel_size = tp
@@ -33,6 +33,13 @@ def test_flags(tmp_path, kernels, tp, hf, expert_parallel):
     flags = server.flags(configuration(tmp_path, kernels, tp, hf), 1)
     assert ("--enable-expert-parallel" in flags) == expert_parallel
     assert ("--enable-prefix-caching" in flags) == (kernels == "aligned") == ("--no-enable-prefix-caching" not in flags)
+
+
+def test_prefixes_of_hybrids_are_not_cached(tmp_path):
+    for layers, cached in (("M*", False), ("*-", True)):
+        hf = {"model_type": "nemotron_h", "hybrid_override_pattern": layers}
+        flags = server.flags(configuration(tmp_path, "aligned", 1, hf), 1)
+        assert ("--enable-prefix-caching" in flags) == cached
 
 
 def test_environment(tmp_path, monkeypatch):

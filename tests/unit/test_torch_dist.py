@@ -15,7 +15,7 @@ from megatron_rlzero.resharding.directories import CheckpointError
 from megatron_rlzero.resharding.layout import Box
 from megatron_rlzero.resharding.torch_dist import TorchDistReader, read_index
 from megatron_rlzero.resharding.torch_dist_writer import Part, TorchDistWriter, write_index
-from tests.checkpoints import FAMILIES, config
+from tests.checkpoints import NAMED, config
 
 VALUES = torch.randn(4, 6).bfloat16()
 #: rank, box of the global tensor
@@ -125,17 +125,17 @@ def test_nothing_of_torch_but_its_dtypes(tmp_path, name):
         read_index(tmp_path / ".metadata")
 
 
-@pytest.mark.parametrize("naming", ["hybrid", "gpt"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "naming"), NAMED)
 def test_every_parameter_is_found_where_it_is_put(family, naming):
     hf = config(family)
     rules = architecture(hf).parameters(hf, 1)
     places = {name: place(name, naming, 3, 6) for name in rules}
     assert len({(p.key, p.index) for p in places.values()}) == len(rules)
     assert naming_of({p.key for p in places.values()}) == naming
-    for name, (key, index, axes) in places.items():
-        found = find(key, (*index, 0, 0), naming, rules)
-        assert found.parameter == name and found.axes == len(axes) and found.half is None
+    for name, at in places.items():
+        for part, key in enumerate(at.keys):
+            wanted = (name, len(at.axes), part if at.blocks else None)
+            assert find(key, (*at.index, 0, 0), naming, rules) == wanted
 
 
 MOE = "decoder.layers.3.mlp.experts.linear_fc1.weight5"
@@ -153,12 +153,28 @@ SPELLINGS = {
         ("decoder.layers.2.self_attention.linear_qkv.layer_norm_weight", 0, None),
     ("decoder.final_layernorm.weight", (0,), "gpt"): ("decoder.final_norm.weight", 0, None),
 }  # fmt: skip
+#: of the hybrid M*-EME
+HYBRID_SPELLINGS = {
+    ("decoder.layers.0.norm.weight", (0,), "hybrid"): ("decoder.layers.0.mixer.in_proj.layer_norm_weight", 0, None),
+    ("decoder.layers.0.mixer.in_proj.weight.z", (0, 0), "hybrid"): ("decoder.layers.0.mixer.in_proj.weight", 0, 0),
+    ("decoder.layers.4.mixer.in_proj.weight.dt", (4, 0), "hybrid"): ("decoder.layers.4.mixer.in_proj.weight", 0, 4),
+    ("decoder.layers.4.mixer.conv1d.weight.C", (0, 0, 0), "hybrid"): ("decoder.layers.4.mixer.conv1d_weight", 0, 2),
+    ("decoder.layers.0.mixer.conv1d.bias.x", (0,), "hybrid"): ("decoder.layers.0.mixer.conv1d_bias", 0, 0),
+    ("decoder.layers.1.input_layernorm.weight", (0,), "hybrid"):
+        ("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", 0, None),
+    ("decoder.layers.2.pre_mlp_layernorm.weight", (0,), "hybrid"):
+        ("decoder.layers.2.mlp.linear_fc1.layer_norm_weight", 0, None),
+    ("decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight", (0, 0), "hybrid"):
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight5", 0, None),
+    ("decoder.layers.3.mlp.router.expert_bias", (0,), "hybrid"): ("decoder.layers.3.mlp.router.expert_bias", 0, None),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("spelling", [*SPELLINGS, *HYBRID_SPELLINGS])
 def test_other_spellings_of_megatron(spelling):
-    hf = config("qwen3_moe")
-    assert tuple(find(*spelling, architecture(hf).parameters(hf, 1))) == SPELLINGS[spelling]
+    hf = config("qwen3_moe" if spelling in SPELLINGS else "nemotron_h")
+    found = find(*spelling, architecture(hf).parameters(hf, 1))
+    assert tuple(found) == (SPELLINGS | HYBRID_SPELLINGS)[spelling]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +191,23 @@ def test_other_spellings_of_megatron(spelling):
 def test_unknown_keys(key, start, naming):
     hf = config("qwen3_moe")
     assert find(key, start, naming, architecture(hf).parameters(hf, 1)) is None and not passed_over(key)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "decoder.layers.0.mixer.in_proj.weight",  # all blocks as one, which tensor parallelism would mix up
+        "decoder.layers.0.mixer.in_proj.weight.q",
+        "decoder.layers.0.mixer.conv1d_weight.x",
+        "decoder.layers.1.mixer.in_proj.weight.z",  # attention
+        "decoder.layers.1.norm.weight",
+        "decoder.layers.0.input_layernorm.weight",
+        "decoder.layers.0.mixer.norm.bias",
+    ],
+)
+def test_unknown_keys_of_a_hybrid(key):
+    hf = config("nemotron_h")
+    assert find(key, (0, 0), "hybrid", architecture(hf).parameters(hf, 1)) is None and not passed_over(key)
 
 
 def test_training_state_is_passed_over():

@@ -146,7 +146,7 @@ ALONE = [
         "4 attention heads",
     ),
     ("learner.world_size=4 learner.tensor_model_parallel_size=4", "2 key-value heads, and sharing one"),
-    ("learner.world_size=5 learner.pipeline_model_parallel_size=5", "the model has 4 layers"),
+    ("learner.world_size=5 learner.pipeline_model_parallel_size=5", "4 layers cannot be cut into 5 pipeline stages"),
     ("learner.world_size=3 learner.expert_model_parallel_size=3 loop.prompts_per_update=3", "8 experts, not divisible"),
     (
         "rollout.tensor_model_parallel_size=8 reduction_slices=8",
