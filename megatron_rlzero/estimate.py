@@ -118,10 +118,9 @@ def parallel_sizes(config: Config) -> Parallel:
     )
 
 
-def stage_layers(config: Config, hf: dict[str, Any]) -> list[int]:
-    """Layers of the checkpoint on every pipeline stage."""
-    pattern = architecture(hf).layer_pattern(hf, config.learner.pipeline_model_parallel_size)
-    return [part.count("*") for part in pattern.split("|")]
+def stages(config: Config, hf: dict[str, Any]) -> list[str]:
+    """Megatron's layers on every pipeline stage, a symbol each."""
+    return architecture(hf).layer_pattern(hf, config.learner.pipeline_model_parallel_size).split("|")
 
 
 def refit_plan(config: Config, layout: Layout, engine: Layout, itemsize: int) -> RefitPlan:
@@ -155,52 +154,70 @@ def _optimizer_bytes(dtype: str) -> int:
     return 8 if dtype == "fp32" else 12
 
 
-def layer_activation_bytes(hf: dict[str, Any], itemsize: int, recompute: str) -> float:
-    """What one layer keeps for its backward pass, bytes per token over all tensor-parallel ranks.
+def activation_bytes(hf: dict[str, Any], symbol: str, itemsize: int, recompute: str) -> float:
+    """What one of Megatron's layers keeps for its backward pass, bytes per token over all tensor-parallel ranks.
 
-    Counted from the tensors that the operators of ``kernels`` save: inputs and normed inputs of attention and MLP, the
-    fused projection, queries and keys before and after the rotary embedding, the MLP's two products; with experts, k
-    copies of each token. Routing is taken as balanced. tests/distributed/test_estimate.py compares it with what is
-    saved.
+    Counted from the tensors that the operators of ``kernels`` save: a layer's input and the normed input; of attention
+    the fused projection, queries and keys before and after the rotary embedding; of an MLP its products; with experts,
+    k copies of each token; of Mamba the fused projection, what the convolution and the scan give, and the gated norm.
+    Routing is taken as balanced. tests/distributed/test_estimate.py compares it with what is saved.
     """
-    family = architecture(hf)
-    config = family.transformer_config(hf)
-    h = config["hidden_size"]
-    q = config["num_attention_heads"] * config["kv_channels"]
-    kv = config["num_query_groups"] * config["kv_channels"]
+    c = architecture(hf).transformer_config(hf)
+    h, products = c["hidden_size"], 3 if c["gated_linear_unit"] else 2
     if recompute == "full":
-        return 2 * itemsize * h
-    attention = itemsize * (2 * h + 4 * q + 3 * kv)  # its core computes its weights again, recompute or not
-    k = config.get("moe_router_topk")
-    if k is None:
-        return attention + itemsize * (2 * h + 3 * config["ffn_hidden_size"])
-    experts = itemsize * k * (h + 3 * config["moe_ffn_hidden_size"]) + 4 * k * h
-    return attention + itemsize * 2 * h + (0 if recompute == "selective" else experts)
+        return itemsize * h
+    if symbol == "M":
+        inner = c["mamba_num_heads"] * c["mamba_head_dim"]
+        channels = inner + 2 * c["mamba_num_groups"] * c["mamba_state_dim"]
+        projected = inner + channels + c["mamba_num_heads"]
+        return itemsize * (2 * h + projected + channels + 2 * inner)
+    if symbol == "*":  # its core computes its weights again, recompute or not
+        q, kv = c["num_attention_heads"] * c["kv_channels"], c["num_query_groups"] * c["kv_channels"]
+        rotated = q + kv if architecture(hf).rotary(hf) else 0
+        return itemsize * (2 * h + 3 * q + 2 * kv + rotated)
+    if symbol == "-":
+        return itemsize * (2 * h + products * c["ffn_hidden_size"])
+    if recompute == "selective":
+        return itemsize * 2 * h
+    k, latent = c["moe_router_topk"], c.get("moe_latent_size") or 0
+    width = latent or h
+    experts = itemsize * (k * (width + products * c["moe_ffn_hidden_size"]) + 2 * latent) + 4 * k * width
+    shared = itemsize * products * (c.get("moe_shared_expert_intermediate_size") or 0)
+    return itemsize * 2 * h + experts + shared
 
 
 def _activation_bytes(config: Config, hf: dict[str, Any], stage: int) -> int:
     """1F1B: stage s of n has up to n - s microbatches between their forward and backward passes."""
-    learner, layers = config.learner, stage_layers(config, hf)
+    learner, layers = config.learner, stages(config, hf)
     tokens = learner.max_tokens_per_microbatch / learner.tensor_model_parallel_size
     itemsize = ITEMSIZE[config.model.dtype]
-    kept = layers[stage] * layer_activation_bytes(hf, itemsize, learner.recompute) * (len(layers) - stage)
+    kept = sum(activation_bytes(hf, symbol, itemsize, learner.recompute) for symbol in layers[stage])
     # Of the layer that is being recomputed everything is there.
-    again = layer_activation_bytes(hf, itemsize, "none") if learner.recompute != "none" else 0
-    return int(tokens * (kept + again))
+    again = max(activation_bytes(hf, symbol, itemsize, "none") for symbol in layers[stage])
+    return int(tokens * (kept * (len(layers) - stage) + (again if learner.recompute != "none" else 0)))
 
 
 def _flops(config: Config, hf: dict[str, Any]) -> list[float]:
     """Forward floating-point operations per token of every stage: two per weight in use, and the output layer's.
 
-    Attention's own products, which grow with the length, are the same for every layer and left out.
+    What grows with the length, attention's own products, and the scan's are left out.
     """
-    c = architecture(hf).transformer_config(hf)
-    h, d = c["hidden_size"], c["kv_channels"]
-    weights = h * d * 2 * (c["num_attention_heads"] + c["num_query_groups"])
-    if k := c.get("moe_router_topk"):
-        weights += 3 * k * h * c["moe_ffn_hidden_size"] + h * c["num_moe_experts"]
-    else:
-        weights += 3 * h * c["ffn_hidden_size"]
-    flops = [2.0 * weights * n for n in stage_layers(config, hf)]
-    flops[-1] += 2.0 * h * hf["vocab_size"]
+    flops = [sum(2.0 * _weights(hf, symbol) for symbol in layers) for layers in stages(config, hf)]
+    flops[-1] += 2.0 * hf["hidden_size"] * hf["vocab_size"]
     return flops
+
+
+def _weights(hf: dict[str, Any], symbol: str) -> int:
+    """Elements of the matrices that one token meets in a layer."""
+    c = architecture(hf).transformer_config(hf)
+    h, matrices = c["hidden_size"], 3 if c["gated_linear_unit"] else 2
+    if symbol == "M":
+        inner = c["mamba_num_heads"] * c["mamba_head_dim"]
+        return h * (3 * inner + 2 * c["mamba_num_groups"] * c["mamba_state_dim"] + c["mamba_num_heads"])
+    if symbol == "*":
+        return h * c["kv_channels"] * 2 * (c["num_attention_heads"] + c["num_query_groups"])
+    if symbol == "-":
+        return matrices * h * c["ffn_hidden_size"]
+    latent = c.get("moe_latent_size") or 0
+    routed = matrices * c["moe_router_topk"] * (latent or h) * c["moe_ffn_hidden_size"] + 2 * h * latent
+    return routed + matrices * h * (c.get("moe_shared_expert_intermediate_size") or 0) + h * c["num_moe_experts"]

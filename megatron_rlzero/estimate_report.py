@@ -13,7 +13,7 @@ from rich.table import Table
 from megatron_rlzero.architectures import architecture
 from megatron_rlzero.architectures.layouts import learner_layout
 from megatron_rlzero.config import Config
-from megatron_rlzero.estimate import Estimate, Rank, estimate, learner_ranks, parallel_sizes, stage_layers
+from megatron_rlzero.estimate import Estimate, Rank, estimate, learner_ranks, parallel_sizes, stages
 from megatron_rlzero.validation import validate
 
 GIB = 2**30
@@ -94,9 +94,9 @@ def _memory_table(config: Config, hf: dict[str, Any], found: Estimate) -> Table:
     """The largest rank of every pipeline stage, and the stage's share of the forward pass's operations."""
     table = Table(title="a learner rank of each pipeline stage, GiB")
     columns = ("parameters", "gradients", "optimizer", "activations", "all")
-    for name in ("stage", "layers", *columns, "work"):
+    for name in ("stage", "Megatron layers", *columns, "work"):
         table.add_column(name, justify="right")
-    layers, work = stage_layers(config, hf), sum(found.flops)
+    layers, work = [len(part) for part in stages(config, hf)], sum(found.flops)
     for stage, count in enumerate(layers):
         rank: Rank = max((r for r in found.ranks if r.stage == stage), key=lambda r: r.total)
         values = [rank.parameters, rank.gradients, rank.optimizer, rank.activations, rank.total]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,14 +18,17 @@ REGISTRY = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_omni",
 }
 KNOWN = tuple(REGISTRY)
+#: model_type of a model that has more than a language model -> see ``language_prefix``
+WRAPPERS = {"NemotronH_Nano_Omni_Reasoning_V3": "language_model."}
 #: model_type -> family of a file outside this package
 _added: dict[str, Architecture] = {}
 
 
 class Architecture(Protocol):
-    """What a family's module provides, for the dictionary ``hf`` of a config.json.
+    """What a family's module provides, for the dictionary ``hf`` of a config.json, see ``language_settings``.
 
     Attributes:
         FP32: endings of the Hugging Face tensors that stay fp32 in a bf16 model, on both sides.
@@ -78,8 +80,28 @@ class Architecture(Protocol):
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face directory."""
-    return json.loads((Path(directory) / "config.json").read_text())
+    """``language_settings`` of the config.json of a Hugging Face directory."""
+    return language_settings(json.loads((Path(directory) / "config.json").read_text()))
+
+
+def language_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json; of a wrapper those of its language model, with the wrapper's model_type."""
+    settings = language_model(config)
+    return settings if settings is config else settings | {"model_type": config["model_type"]}
+
+
+def language_prefix(hf: dict[str, Any]) -> str:
+    """How the names of the language model's tensors begin in a wrapper, whose other tensors are carried along."""
+    return WRAPPERS.get(hf["model_type"], "")
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The dictionary in a config.json that describes the language model: all of it but for a wrapper's."""
+    if config.get("model_type") in WRAPPERS:
+        for name in ("llm_config", "text_config"):
+            if isinstance(config.get(name), dict):
+                return config[name]
+    return config
 
 
 #: settings that count something, of any family
@@ -135,23 +157,21 @@ def families() -> list[Architecture]:
 def add(file: str | Path) -> str:
     """Makes known the family that a Python file defines: MODEL_TYPE and what ``Architecture`` lists; its model_type.
 
-    The file is executed, once in a process.
+    It is imported under its own name, with its directory on the path, so that processes that receive objects of its
+    classes find them.
 
     Raises:
-        ValueError: no such file, or it lacks names.
+        ValueError: no such file, another module has its name, or it lacks names.
     """
     path = Path(file).resolve()
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    name = f"megatron_rlzero_family_{path.stem}"
-    if name not in sys.modules or sys.modules[name].__file__ != str(path):
-        spec = spec_from_file_location(name, path)
-        module = sys.modules[name] = module_from_spec(spec)
-        spec.loader.exec_module(module)
-    module = sys.modules[name]
-    needed = (
-        {n for n in vars(Architecture) if not n.startswith("_")} | set(Architecture.__annotations__) | {"MODEL_TYPE"}
-    )
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    module = import_module(path.stem)
+    if Path(module.__file__ or "").resolve() != path:
+        raise ValueError(f"{path}: {path.stem} is also the name of {module.__file__}; rename the file")
+    needed = {n for n in (*vars(Architecture), *Architecture.__annotations__) if not n.startswith("_")} | {"MODEL_TYPE"}
     if missing := sorted(n for n in needed if not hasattr(module, n)):
         raise ValueError(f"{path} does not define {', '.join(missing)}")
     _added[module.MODEL_TYPE] = module

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rlzero.architectures import Architecture
+from megatron_rlzero.architectures import Architecture, add
 from megatron_rlzero.architectures.rules import padded_vocab_size
 from megatron_rlzero.config import Config
 from megatron_rlzero.config import Learner as LearnerConfig
@@ -53,6 +53,8 @@ def initialise_distributed(config: Config) -> tuple[torch.device, dist.Store]:
 
     gloo on CPUs; with GPUs NCCL for them and gloo for host tensors. Returns the rank's device and the rendezvous store.
     """
+    if config.model.family:
+        add(config.model.family)
     gpu = torch.cuda.is_available()
     if gpu:
         torch.cuda.set_device(dist.get_node_local_rank(0))

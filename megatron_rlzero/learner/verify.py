@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +19,8 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megatron_rlzero.architectures import architecture, read_config
+from megatron_rlzero.architectures import architecture, language_model, language_prefix, read_config
+from megatron_rlzero.checkpoints import CONFIG
 from megatron_rlzero.config import Config
 from megatron_rlzero.kernels import libraries
 from megatron_rlzero.learner import cpu
@@ -52,9 +56,17 @@ def largest_difference(checkpoint: str | Path, directory: str | Path) -> float:
 
 def transformers_log_probs(directory: str | Path, tokens: Tensor) -> Tensor:
     """int64 [n, t] -> fp32 [n, t - 1]: log-probability of every token but the first."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    config = json.loads((Path(directory) / CONFIG).read_text())
+    settings: dict[str, Any] = {}
+    if prefix := language_prefix(config):
+        # The language model alone: transformers passes over all other tensors.
+        settings["key_mapping"] = {f"^{re.escape(prefix)}": ""}
+        with TemporaryDirectory() as alone:
+            (Path(alone) / CONFIG).write_text(json.dumps(language_model(config)))
+            settings["config"] = AutoConfig.from_pretrained(alone)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **settings).eval()
     with torch.no_grad():
         return model(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_rlzero.architectures import Architecture
+from megatron_rlzero.architectures import Architecture, language_model, language_prefix
 from megatron_rlzero.architectures.layouts import Parallel, engine_layout, finest, learner_layout
 from megatron_rlzero.checkpoints import CONFIG, WEIGHTS, open_checkpoint
 from megatron_rlzero.invariance.megatron import PolicyModel
+from megatron_rlzero.resharding.carried import Carried
 from megatron_rlzero.resharding.directories import CheckpointError, carry_over, staged
 from megatron_rlzero.resharding.layout import Box, Layout, whole_tensors
 from megatron_rlzero.resharding.plan import plan
@@ -112,20 +113,25 @@ class Weights:
         return target or None
 
     def export(self, directory: str | Path, origin: str | Path) -> None:
-        """Writes a Hugging Face directory: the weights, and configuration and tokenizer files of ``origin``.
+        """Writes a Hugging Face directory: the weights, and what else is in ``origin``.
 
-        Written beside the target and renamed when it is whole; an old directory of that name is replaced then.
+        That is configuration and tokenizer files, and tensors that are not of the language model. Written beside the
+        target and renamed when it is whole; an old directory of that name is replaced then.
         """
         tensors = self.assemble()
         if tensors is not None:
             names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+            carried = Carried(origin, language_prefix(self.hf))
+            specs = {n: Spec(self.shapes[n], t.dtype) for n, t in tensors.items()}
             with staged(directory, replace=True) as partial:
-                writer = SafetensorsWriter(partial, {n: Spec(self.shapes[n], t.dtype) for n, t in tensors.items()})
+                writer = SafetensorsWriter(partial, specs | carried.specs)
                 for name, tensor in tensors.items():
                     writer.write(name, Box.whole(tensor.shape), tensor)
+                carried.copy(writer, carried.specs)
                 writer.close()
                 carry_over(Path(origin), partial, WEIGHTS, (CONFIG,))
-                config = self.hf | {"dtype": names[self.dtype]}
+                config = json.loads((Path(origin) / CONFIG).read_text())
+                language_model(config)["dtype"] = names[self.dtype]
                 (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")  # last: it makes the directory whole
         dist.barrier()
 

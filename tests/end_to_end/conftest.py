@@ -18,10 +18,10 @@ CHAT_TEMPLATE = (
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 
 
-def save_model(path: Path, seed: int, **sizes: int) -> Path:
-    """Writes a randomly initialised model of about 0.16 M parameters; ``sizes`` override its configuration."""
+def save_tokenizer(path: Path) -> dict[str, int]:
+    """Writes a tokenizer of single characters; token -> id."""
     from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     characters = string.ascii_letters + string.digits + string.punctuation + " \n"
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *characters])}
@@ -34,6 +34,14 @@ def save_model(path: Path, seed: int, **sizes: int) -> Path:
         additional_special_tokens=["<|user|>", "<|assistant|>"],
         chat_template=CHAT_TEMPLATE,
     ).save_pretrained(path)
+    return vocabulary
+
+
+def save_model(path: Path, seed: int, **sizes: int) -> Path:
+    """Writes a randomly initialised model of about 0.16 M parameters; ``sizes`` override its configuration."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    vocabulary = save_tokenizer(path)
     torch.manual_seed(seed)
     values = {
         "vocab_size": len(vocabulary),
@@ -75,6 +83,12 @@ def save_problems(path: Path, count: int) -> str:
 def make_model():
     """``save_model``; tests cannot import this file."""
     return save_model
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer():
+    """``save_tokenizer``."""
+    return save_tokenizer
 
 
 @pytest.fixture(scope="session")

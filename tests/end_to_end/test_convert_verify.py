@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.omni import make_omni
 from tests.tiny import LLAMA3, make_llama, make_nemotron_h, make_qwen3_moe
 
 #: Megatron-Core's CPU shims stay out of the tests' own process.
@@ -31,11 +33,17 @@ if "time_step_min" in hf:
 """
 
 
+def make_omni_fp32(directory: Path, seed: int) -> Path:
+    language = make_nemotron_h(directory.with_name(f"language{seed}"), seed)
+    return make_omni(directory, language, dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "naming"),
     [
         (make_qwen3_moe, {"num_experts": 6, "vocab_size": 101}, "gpt"),
         (make_nemotron_h, {"vocab_size": 101}, "hybrid"),
+        pytest.param(make_omni_fp32, {}, "hybrid", marks=pytest.mark.full),
         pytest.param(
             make_llama, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "hybrid", marks=pytest.mark.full
         ),

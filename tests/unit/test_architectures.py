@@ -1,6 +1,7 @@
 """Qwen3-MoE's parameter table: all ranks together hold every element of the checkpoint once per replica."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -216,8 +217,9 @@ def test_unknown_family_lists_the_known(tmp_path):
     assert all(family in families() for family in dense.values())
 
 
-def test_a_family_in_a_file_of_its_own(tmp_path):
+def test_a_family_in_a_file_of_its_own(tmp_path, monkeypatch):
     """Everything that a family has to define is asked for by name."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "mine.py"
     with pytest.raises(ValueError, match=r"mine\.py: no such file"):
         add(file)
@@ -227,6 +229,9 @@ def test_a_family_in_a_file_of_its_own(tmp_path):
         ValueError, match="BUFFERS, FP32, engine_models, layer_pattern, mixer, rotary, transformer_config"
     ):
         add(file)
+    (tmp_path / "json.py").touch()
+    with pytest.raises(ValueError, match=r"json is also the name of .*; rename the file"):
+        add(tmp_path / "json.py")
     other = tmp_path / "other.py"
     other.write_text("from megatron_rlzero.architectures.llama import *\nMODEL_TYPE = 'other'\n")
     assert add(other) == "other" == add(other)

@@ -1,4 +1,4 @@
-"""The launch scripts of the 30B example parse, and a dry run prints every command that they would start."""
+"""The launch scripts of the 30B examples parse, and a dry run prints every command that they would start."""
 
 import os
 import shlex
@@ -11,14 +11,14 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "qwen3_30b_a3b"
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLE.glob("*.sh")), ids=lambda path: path.name)
+@pytest.mark.parametrize("script", sorted(EXAMPLE.parent.glob("*/*.sh")), ids=lambda path: path.parent.name)
 def test_scripts_parse(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert os.access(script, os.X_OK)
 
 
-def dry_run(config, **variables):
-    command = [str(EXAMPLE / "submit.sh"), "--dry-run", str(config), "loop.updates=7"]
+def dry_run(config, example=EXAMPLE, **variables):
+    command = [str(example / "submit.sh"), "--dry-run", str(config), "loop.updates=7"]
     environment = os.environ | {name: str(value) for name, value in variables.items()}
     output = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
     return [shlex.split(line) for line in output.splitlines()]
@@ -44,6 +44,12 @@ def test_a_dry_run_prints_every_command(tmp_path):
     assert {"--nnodes=3", "--nproc-per-node=8", "--nodelist=learner-0,learner-1,learner-2"} <= set(learner)
     for command in (*servers, learner):
         assert {f"rollout.token_file={token}", "refit.interface=ib0", "loop.updates=7"} <= set(command)
+
+
+def test_the_hybrid_has_its_own_sizes():
+    example = EXAMPLE.parent / "nemotron_omni"
+    sbatch, *servers, learner = dry_run(example / "rl.yaml", example)
+    assert "--nodes=6" in sbatch and len(servers) == 8 and "--nnodes=4" in learner
 
 
 def test_without_a_configuration_it_says_how(tmp_path):
