@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_rlzero.architectures import language_prefix
 from megatron_rlzero.architectures.checkpoint_layout import stored_pieces
 from megatron_rlzero.architectures.hf_layout import held_pieces
 from megatron_rlzero.resharding.directories import CheckpointError, refuse_partial
@@ -32,7 +33,7 @@ def open_checkpoint(
 
     Returns:
         The reader, the pieces that it holds (``streaming.view`` takes their local boxes), and a line for every tensor
-        that is missing, extra, misshapen or of no floating-point format.
+        of the language model that is missing, extra, misshapen or of no floating-point format.
 
     Raises:
         CheckpointError: what cannot be opened at all.
@@ -47,8 +48,10 @@ def open_hf(
     """``open_checkpoint`` for a Hugging Face directory."""
     refuse_partial(directory)
     reader = SafetensorsReader(directory)
-    pieces, faults = held_pieces(_expected(family, hf, reader), {n: s.shape for n, s in reader.specs.items()})
-    return reader, pieces, faults + _not_floats({n: s.dtype for n, s in reader.specs.items()})
+    prefix = language_prefix(hf)
+    specs = {name: spec for name, spec in reader.specs.items() if name.startswith(prefix)}
+    pieces, faults = held_pieces(_expected(family, hf, reader), {n: s.shape for n, s in specs.items()})
+    return reader, pieces, faults + _not_floats({n: s.dtype for n, s in specs.items()})
 
 
 def open_megatron(

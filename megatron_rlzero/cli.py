@@ -210,6 +210,7 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
         command.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N", help="of --to megatron")
     command.add_argument("--naming", choices=("hybrid", "gpt"), default="hybrid", help="of --to megatron")
     command.add_argument("--config", metavar="DIR", help="of --to hf: directory with config and tokenizer files")
+    command.add_argument("--family", metavar="FILE", help="Python file that defines the model's family")
     command.add_argument(
         "--verify", action="store_true", help="compare log-probs with transformers, within 1e-4 in fp32"
     )

@@ -19,7 +19,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_rlzero.architectures import add, routed_experts
+from megatron_rlzero.architectures import add, language_settings, routed_experts
 from megatron_rlzero.config import Config
 
 NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false", list: "a list", dict: "a mapping"}
@@ -72,7 +72,8 @@ def _expert_parallel(config: Config) -> int:
         hf = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:  # preflight.py says what is wrong with it
         return 1
-    return math.gcd(world // stages, routed_experts(hf) or 1) if isinstance(hf, dict) else 1
+    experts = routed_experts(language_settings(hf)) if isinstance(hf, dict) else 0
+    return math.gcd(world // stages, experts or 1)
 
 
 def _read_file(path: str | Path, violations: dict[str, str]) -> Any:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rlzero.architectures import Architecture, architecture, read_config, wrong_counts
+from megatron_rlzero.architectures import Architecture, architecture, language_prefix, read_config, wrong_counts
 from megatron_rlzero.architectures.checkpoint_layout import OUTPUT_LAYER, shards
 from megatron_rlzero.architectures.checkpoint_names import place
 from megatron_rlzero.architectures.layouts import Parallel
 from megatron_rlzero.checkpoints import CONFIG, WEIGHTS, open_hf, open_megatron
+from megatron_rlzero.resharding.carried import Carried
 from megatron_rlzero.resharding.directories import CheckpointError, carry_over, refuse_partial
 from megatron_rlzero.resharding.layout import Box, Layout, whole_tensors
 from megatron_rlzero.resharding.plan import Transfer, plan
@@ -31,7 +32,7 @@ from megatron_rlzero.resharding.team import Team
 from megatron_rlzero.resharding.torch_dist import INDEX, MARKER, check_marker
 from megatron_rlzero.resharding.torch_dist_writer import Part, TorchDistWriter, write_index
 
-#: where a Megatron checkpoint keeps configuration and tokenizer files
+#: where a Megatron checkpoint keeps configuration, tokenizer files, and tensors that are not of the language model
 HF = "hf"
 #: what Megatron calls the common state
 COMMON = {"checkpoint_version": 3.0, "content_metadata": {"singleton_local_shards": False}}
@@ -67,6 +68,7 @@ def to_megatron(
     reader, pieces, faults = open_hf(source, family, hf)
     chunks, wrong_sizes = shards(family, hf, parallel, naming)
     _raise(faults + wrong_sizes)
+    carried = Carried(source, language_prefix(hf))
     layout: Layout = defaultdict(list)
     for chunk in chunks:
         layout[chunk.rank].extend(chunk.pieces)
@@ -83,23 +85,27 @@ def to_megatron(
     with team.staged(target) as partial:
         mine = {key: rank for key, rank in objects.items() if rank % team.size == team.rank}
         writer = TorchDistWriter(partial, own, mine, COMMON)
+        total = sum(part.nbytes for part in own)
+        if team.rank == 0:
+            (partial / HF).mkdir()
+            total += carried.nbytes
+        done = _counter(progress, total)
+        if team.rank == 0 and language_prefix(hf):
+            beside = SafetensorsWriter(partial / HF, carried.specs)
+            carried.copy(beside, carried.specs, done)
+            beside.close()
         by_name = {part.name: part for part in own}
         stream(
             [Target(part.name, part.box.shape, part.dtype, by_chunk.get(part.name, ())) for part in own],
             reader.__getitem__,
             lambda transfer, values: _check_finite(transfer.source_local, values),
-            _reporting(
-                progress,
-                sum(part.nbytes for part in own),
-                lambda target, box, values: writer.write(by_name[target.name], box, values),
-            ),
+            _reporting(done, lambda target, box, values: writer.write(by_name[target.name], box, values)),
         )
         where = team.gather(writer.close())
         if team.rank == 0:
-            (partial / HF).mkdir()
             carry_over(source, partial / HF, WEIGHTS)
             write_index(partial, parts, [place for places in where for place in places])
-    return sum(part.nbytes for part in parts)
+    return sum(part.nbytes for part in parts) + carried.nbytes
 
 
 def to_hf(
@@ -113,8 +119,8 @@ def to_hf(
     """Writes a distributed checkpoint as a Hugging Face directory.
 
     Args:
-        config: Hugging Face directory from which configuration and tokenizer files come; by default those that
-            ``to_megatron`` has put into the checkpoint.
+        config: Hugging Face directory from which configuration, tokenizer files and tensors that are not of the
+            language model come; by default those that ``to_megatron`` has put into the checkpoint.
 
     Returns, Raises: as to_megatron.
     """
@@ -134,23 +140,23 @@ def to_hf(
         raise CheckpointError(f"{source}: {error}") from None
     by_tensor = _group(transfers, lambda t: t.tensor)
     dtypes = _one_dtype(by_tensor, lambda t: reader.chunks[t.source_local].dtype)
-    specs = {name: Spec(shape, dtypes[name]) for name, shape in shapes.items()}
+    carried = Carried(origin, language_prefix(hf))
+    specs = {name: Spec(shape, dtypes[name]) for name, shape in shapes.items()} | carried.specs
     team = team or Team()
-    own = [Target(n, *specs[n], by_tensor[n]) for n in list(specs)[team.rank :: team.size]]
+    names = list(specs)[team.rank :: team.size]
+    own = [Target(n, *specs[n], by_tensor[n]) for n in names if n in shapes]
     with team.staged(target) as partial:
         if team.rank:
             team.ask("files")
         writer = SafetensorsWriter(partial, specs, shard_bytes, first=team.rank == 0)
         team.tell("files", None)
+        done = _counter(progress, sum(prod(specs[n].shape) * specs[n].dtype.itemsize for n in names))
+        carried.copy(writer, [n for n in names if n in carried.specs], done)
         stream(
             own,
             reader.__getitem__,
             lambda transfer, values: _check_finite(transfer.tensor, values),
-            _reporting(
-                progress,
-                sum(prod(target.shape) * target.dtype.itemsize for target in own),
-                lambda target, box, values: writer.write(target.name, box, values),
-            ),
+            _reporting(done, lambda target, box, values: writer.write(target.name, box, values)),
         )
         writer.close()
         team.gather(None)
@@ -208,16 +214,25 @@ def _one_dtype(
     return result
 
 
-def _reporting(
-    progress: Progress, total: int, write: Callable[[Target, Box, Tensor], None]
-) -> Callable[[Target, Box, Tensor], None]:
-    """``write``, of which each call is reported, by one thread at a time."""
+def _counter(progress: Progress, total: int) -> Callable[[int], None]:
+    """Reports bytes that are done, for one thread at a time."""
     lock = Lock()
+
+    def done(nbytes: int) -> None:
+        with lock:
+            progress(total, nbytes)
+
+    return done
+
+
+def _reporting(
+    done: Callable[[int], None], write: Callable[[Target, Box, Tensor], None]
+) -> Callable[[Target, Box, Tensor], None]:
+    """``write``, of which each call is reported."""
 
     def written(target: Target, box: Box, values: Tensor) -> None:
         write(target, box, values)
-        with lock:
-            progress(total, values.nbytes)
+        done(values.nbytes)
 
     return written
 

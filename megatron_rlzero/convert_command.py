@@ -11,6 +11,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from megatron_rlzero.architectures import add
 from megatron_rlzero.architectures.checkpoint_layout import smallest_world
 from megatron_rlzero.architectures.layouts import Parallel
 from megatron_rlzero.convert import to_hf, to_megatron
@@ -48,8 +49,13 @@ def run(parsed: Namespace) -> int:
 
 
 def _check_options(parsed: Namespace) -> None:
-    """Raises CheckpointError for options that the direction does not have, and for a target inside the source."""
+    """Raises CheckpointError for wrong options, and for a target inside the source."""
     faults = []
+    if parsed.family:
+        try:
+            add(parsed.family)
+        except ValueError as error:
+            faults.append(f"--family = {error}")
     if parsed.to == "hf":
         given = [name for name in SIZES if getattr(parsed, name) != 1]
         given += ["naming"] if parsed.naming != "hybrid" else []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rlzero import environments
-from megatron_rlzero.architectures import Architecture, architecture, wrong_counts
+from megatron_rlzero.architectures import Architecture, architecture, language_prefix, language_settings, wrong_counts
 from megatron_rlzero.config_io import Findings
 from megatron_rlzero.generation.token import read_token
 from megatron_rlzero.network import address
@@ -50,6 +50,12 @@ def check_model(f: Findings, weights: bool = True) -> None:
     faults = family.unsupported(hf)
     for fault in faults:
         f.add("model.path", f"config.json says {fault}", "use a checkpoint without it")
+    if weights and language_prefix(hf):
+        f.add(
+            "model.path",
+            f"config.json says model_type = {hf['model_type']}, whose wrapper around the language model is not served",
+            "give the language model as a directory of its own",
+        )
     if not faults:
         _check_sizes(f, hf, family)
 
@@ -63,7 +69,7 @@ def _read_config(f: Findings, path: Path) -> dict[str, Any] | None:
         f.add("model.path", f"config.json cannot be read: {error}", "correct it")
     else:
         if isinstance(hf, dict):
-            return hf
+            return language_settings(hf)
         f.add("model.path", "config.json is not an object", "correct it")
     return None
 

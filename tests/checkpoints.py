@@ -41,7 +41,7 @@ HYBRID = {
 
 def config(family: str, **settings: object) -> dict:
     """config.json of a registered family; ``settings`` replace the sizes above."""
-    special = HYBRID if "nemotron" in family else EXPERTS if "moe" in family else {}
+    special = HYBRID if "nemotron" in family.lower() else EXPERTS if "moe" in family else {}
     hf = {"model_type": family, **SIZES, **special, **settings}
     faults = architecture(hf).unsupported(hf)
     assert not faults, faults
@@ -50,11 +50,11 @@ def config(family: str, **settings: object) -> dict:
 
 FAMILIES = KNOWN
 #: family, naming: GPTModel has names for pairs of attention and MLP alone
-NAMED = [(f, n) for f in FAMILIES for n in ("hybrid", "gpt") if n == "hybrid" or "nemotron" not in f]
+NAMED = [(f, n) for f in FAMILIES for n in ("hybrid", "gpt") if n == "hybrid" or "nemotron" not in f.lower()]
 
 
 def write(directory: Path, hf: dict, seed: int = 0, mixed: bool = False) -> Path:
-    """Random bits that are finite: fp32, or bf16 with norms, router gates and what stays fp32 in fp32 where ``mixed``."""
+    """Random bits that are finite: fp32, or bf16 where ``mixed`` but for norms, gates and what always stays fp32."""
     generator = torch.Generator().manual_seed(seed)
     family, tensors = architecture(hf), {}
     for name, shape in family.tensors(hf).items():

@@ -88,9 +88,9 @@ def make_llama(directory: Path, seed: int = 0, **settings: object) -> Path:
 
 
 def make_nemotron_h(directory: Path, seed: int = 0, **settings: object) -> Path:
-    """A random Nemotron-H with every kind of layer: hidden 64, 8 Mamba heads of 16, 4 groups, state 16, 4 experts top-2.
+    """A random Nemotron-H with every kind of layer: hidden 64, 8 Mamba heads of 16, 4 groups, state 16.
 
-    The router chooses among 2 groups of experts, which work in a latent space of 32.
+    The router chooses 2 of 4 experts in 1 of 2 groups; they work in a latent space of 32.
     """
     from transformers import NemotronHConfig, NemotronHForCausalLM
 

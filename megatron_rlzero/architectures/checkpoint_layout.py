@@ -90,13 +90,12 @@ def stored_pieces(
         if found is None or (found.part is not None and not sizes):
             faults.append(f"{chunk.name}: unknown, config.json implies no such parameter")
             continue
-        blocks = isinstance(rules[found.parameter], Blocks)
-        seen.add((found.parameter, found.part if blocks else 0))
-        shape = _shape(whole[found.parameter])
-        first = 0
+        at = place(found.parameter, naming, *counts)
+        seen.add((found.parameter, found.part if at.blocks else 0))
+        shape, first = _shape(whole[found.parameter]), 0
         if found.part is not None:
             shape, first = (sizes[found.part], *shape[1:]), sum(sizes[: found.part])
-        wanted = (*place(found.parameter, naming, *counts).axes[-found.axes :], *shape) if found.axes else shape
+        wanted = (*at.axes[-found.axes :], *shape) if found.axes else shape
         if not _fits(chunk.shape, wanted, isinstance(rules[found.parameter], Vocabulary)):
             faults.append(f"{chunk.key}: found {list(chunk.shape)}, expected {list(wanted)}")
             continue

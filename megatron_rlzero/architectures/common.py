@@ -117,11 +117,15 @@ def layer_pattern(layers: Sequence[str], stages: int) -> str:
 
 
 def ends(
-    hf: dict[str, Any], slices: int, embedding: str = "model.embed_tokens.weight", norm: str = "model.norm.weight"
+    hf: dict[str, Any],
+    slices: int,
+    embedding: str = "model.embed_tokens.weight",
+    norm: str = "model.norm.weight",
+    head: str = "lm_head.weight",
 ) -> dict[str, Rule]:
     """Megatron's embedding, final norm and output layer."""
     shape = (hf["vocab_size"], hf["hidden_size"])
-    head = embedding if hf.get("tie_word_embeddings", False) else "lm_head.weight"
+    head = embedding if hf.get("tie_word_embeddings", False) else head
     return {
         "embedding.word_embeddings.weight": Vocabulary(embedding, shape, slices),
         "decoder.final_norm.weight": Split(norm, shape[1:]),

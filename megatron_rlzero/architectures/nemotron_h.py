@@ -18,8 +18,6 @@ FP32 = (".A_log", ".D", ".dt_bias", ".e_score_correction_bias")
 BUFFERS = (".e_score_correction_bias",)
 #: layer_types of config.json, with the names that older files have -> Megatron's symbol
 SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
-#: prefix of the model inside a checkpoint
-PREFIX = "backbone"
 #: what every layer of a kind needs to be stated, since the default is of one checkpoint's size
 _STATED = {
     "M": ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups"),
@@ -132,11 +130,12 @@ def layer_pattern(hf: dict[str, Any], stages: int) -> str:
     return common.layer_pattern(pattern(hf), stages)
 
 
-def parameters(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
+def parameters(hf: dict[str, Any], slices: int, prefix: str = "") -> dict[str, Rule]:
+    """``prefix``: how the names of the Hugging Face tensors begin."""
     hidden = hf["hidden_size"]
-    table = common.ends(hf, slices, f"{PREFIX}.embeddings.weight", f"{PREFIX}.norm_f.weight")
+    table = common.ends(hf, slices, *_ends(prefix))
     for i, symbol in enumerate(pattern(hf)):
-        h, layer = f"{PREFIX}.layers.{i}", f"decoder.layers.{i}"
+        h, layer = f"{prefix}backbone.layers.{i}", f"decoder.layers.{i}"
         m, norm = f"{h}.mixer", f"{h}.norm.weight"
         if symbol == "M":
             table |= {f"{layer}.mixer.in_proj.layer_norm_weight": Split(norm, (hidden,))}
@@ -162,12 +161,17 @@ def parameters(hf: dict[str, Any], slices: int) -> dict[str, Rule]:
     return table
 
 
-def engine_parameters(hf: dict[str, Any]) -> dict[str, Rule]:
+def _ends(prefix: str) -> tuple[str, str, str]:
+    return f"{prefix}backbone.embeddings.weight", f"{prefix}backbone.norm_f.weight", f"{prefix}lm_head.weight"
+
+
+def engine_parameters(hf: dict[str, Any], prefix: str = "") -> dict[str, Rule]:
+    """``prefix`` as for ``parameters``."""
     hidden = hf["hidden_size"]
-    embedding, norm, head = common.engine_ends(hf, f"{PREFIX}.embeddings.weight", f"{PREFIX}.norm_f.weight").values()
+    embedding, norm, head = common.engine_ends(hf, *_ends(prefix)).values()
     table = {"model.embed_tokens.weight": embedding, "model.norm_f.weight": norm, "lm_head.weight": head}
     for i, symbol in enumerate(pattern(hf)):
-        h, layer = f"{PREFIX}.layers.{i}", f"model.layers.{i}"
+        h, layer = f"{prefix}backbone.layers.{i}", f"model.layers.{i}"
         m, engine = f"{h}.mixer", f"{layer}.mixer"
         table[f"{layer}.norm.weight"] = Split(f"{h}.norm.weight", (hidden,))
         if symbol == "M":
@@ -223,7 +227,10 @@ def _latent(hf: dict[str, Any], local: str, module: str) -> dict[str, Rule]:
     """Projections of the experts' inputs and outputs, whole on every rank."""
     if not (latent := hf.get("moe_latent_size")):
         return {}
-    shapes = {"fc1_latent_proj.weight": (latent, hf["hidden_size"]), "fc2_latent_proj.weight": (hf["hidden_size"], latent)}
+    shapes = {
+        "fc1_latent_proj.weight": (latent, hf["hidden_size"]),
+        "fc2_latent_proj.weight": (hf["hidden_size"], latent),
+    }
     return {f"{local}.{name}": Split(f"{module}.{name}", shape) for name, shape in shapes.items()}
 
 
@@ -237,8 +244,8 @@ def _expert(hf: dict[str, Any], module: str, expert: int) -> tuple[Rule, Rule]:
     return Split(up, (width, hidden), 0), Split(down, (hidden, width), 1)
 
 
-def tensors(hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return common.tensors(parameters(hf, slices=1))
+def tensors(hf: dict[str, Any], prefix: str = "") -> dict[str, tuple[int, ...]]:
+    return common.tensors(parameters(hf, 1, prefix))
 
 
 def trace_points(hf: dict[str, Any]) -> list[TracePoint]:

@@ -21,7 +21,21 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 #: names of floating-point formats in the files
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: of formats in which tensors are copied alone
+OTHERS = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in (DTYPES | OTHERS).items()}
 
 
 class Spec(NamedTuple):

@@ -128,7 +128,7 @@ def megatrons_mixer() -> type:
 
 
 def mixer_entries(kind: type, model: Path, sizes: dict) -> dict[str, list]:
-    """Name in the state and key -> what is saved: global shape, offset, replica, and a tensor's local shape and dtype."""
+    """Name in the state and key -> global shape, offset and replica, and a tensor's local shape and dtype."""
     hf, settings = read_config(model), learner_config(model, model, dtype="bf16", **sizes)
     config = transformer_config(settings, architecture(hf).transformer_config(hf))
     config.operators, config.reduction_slices = OPERATORS["aligned"], 8
@@ -164,6 +164,8 @@ def run(step: dict, out: Path) -> None:
             save(policy, step["to"], step.get("metadata", {}))
     if "entries" in step:
         (out / f"{step['entries']}.{dist.get_rank()}.json").write_text(json.dumps(entries(policy, step["metadata"])))
+    if "export" in step:
+        weights.export(step["export"], model)
     if "assemble" in step:
         tensors: dict[str, Tensor] | None = weights.assemble()
         if tensors is not None:

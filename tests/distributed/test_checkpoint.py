@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron_rlzero.architectures.checkpoint_layout import smallest_world
 from megatron_rlzero.convert import to_hf, to_megatron
 from megatron_rlzero.launch import launch
 from tests.checkpoints import config, read, same_bits, write
+from tests.omni import make_omni
 
 MODELS = {
     "moe": config("qwen3_moe", hidden_size=64, head_dim=16),
@@ -35,7 +37,8 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: write(root / name, hf) for name, hf in MODELS.items()}
+    models = {name: write(root / name, hf) for name, hf in MODELS.items()}
+    return models | {"omni": make_omni(root / "omni", models["hybrid"], dtype=torch.float32)}
 
 
 def run(world: int, steps: list[dict], out: Path) -> None:
@@ -53,7 +56,8 @@ def one(models, tmp_path_factory) -> Path:
     """One rank loads what ``convert`` wrote for many, and saves."""
     out = tmp_path_factory.mktemp("one")
     steps = []
-    for name, model in models.items():
+    for name in MODELS:
+        model = models[name]
         for naming, kind in (("hybrid", "learner"), ("gpt", "stock"))[: 1 + (name in GPT)]:
             source = out / f"{name}_{naming}"
             to_megatron(model, source, sizes_of_eight(name), naming)
@@ -73,7 +77,8 @@ def one(models, tmp_path_factory) -> Path:
 def many(request, models, one, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("many")
     steps = []
-    for name, model in models.items():
+    for name in MODELS:
+        model = models[name]
         save, load = (
             {EXPERT: 1} | {k: v for k, v in layout.items() if name != "qwen2" or k != EXPERT}
             for layout in LAYOUTS[request.param]
@@ -84,6 +89,8 @@ def many(request, models, one, tmp_path_factory) -> Path:
             common | {"sizes": load, "from": out / f"{name}_saved", "assemble": f"{name}_own.safetensors"},
             common | {"sizes": save, "from": one / f"{name}_hybrid", "assemble": f"{name}_converted.safetensors"},
         ]
+    save = {"sizes": LAYOUTS[request.param][0], "from": "hf", "to": out / "omni_saved", "export": out / "omni"}
+    steps.append({"kind": "learner", "model": models["omni"]} | save)
     sizes = {TENSOR: request.param, EXPERT: 1}
     steps.append({"kind": "mixers", "model": models["hybrid"], "sizes": sizes, "entries": "mixers"})
     run(request.param, steps, out)
@@ -133,3 +140,13 @@ def test_a_checkpoint_of_one_layout_is_whole_under_another(models, many, tmp_pat
         *(load_file(many / f"{name}_{x}.safetensors") for x in ("own", "converted")),
     ):
         assert same_bits(found, read(models[name]))
+
+
+def test_what_is_not_of_the_language_model_is_carried_along(models, many, tmp_path):
+    """Exported by the learner, and converted from what Megatron has saved of the language model."""
+    to_hf(many / "omni_saved", tmp_path / "back", models["omni"])
+    tensors = read(models["omni"])
+    assert same_bits(read(tmp_path / "back"), tensors) and same_bits(read(many / "omni"), tensors)
+    source, exported = (json.loads((x / "config.json").read_text()) for x in (models["omni"], many / "omni"))
+    source["llm_config"]["dtype"] = "float32"
+    assert exported == source

@@ -1,4 +1,4 @@
-"""The worked example of docs/adding_an_architecture.md: a hybrid in a file outside the package converts, probes, trains."""
+"""The worked example of docs/adding_an_architecture.md: a hybrid outside the package converts, probes and trains."""
 
 import json
 import subprocess

@@ -6,6 +6,7 @@ import socket
 
 import pytest
 
+from megatron_rlzero.validation import load
 from tests.unit.setups import HF, violations, write_model
 
 HYBRID = {
@@ -64,6 +65,15 @@ def test_settings_that_config_json_lacks_are_named(empty, good, tmp_path):
     (directory / "config.json").write_text(json.dumps({k: v for k, v in HF.items() if k != "rms_norm_eps"}))
     (found,) = violations(empty, [*good, f"model.path={directory}"])
     assert found.endswith("config.json has no rms_norm_eps; add it")
+
+
+def test_a_wrapper_around_a_language_model_is_not_served(empty, good, tmp_path):
+    wrapper = {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "llm_config": {**HF, **HYBRID}}
+    directory = write_model(tmp_path / "omni")
+    (directory / "config.json").write_text(json.dumps(wrapper))
+    (found,) = violations(empty, [*good, f"model.path={directory}"])
+    assert "wrapper around the language model is not served; give the language model" in found
+    load(empty, [*good, f"model.path={directory}"], starting=False, weights=False)  # estimate takes it
 
 
 def test_mamba_heads_and_groups_divide_over_the_ranks(empty, good, tmp_path):
