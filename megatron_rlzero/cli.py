@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("run_dir")
     command.set_defaults(run=plot)
     _add_convert(commands)
+    command = commands.add_parser("theory", help="check what the importance weight promises, in numbers")
+    command.add_argument("--plot", metavar="FILE", help="also draw the Gaussian model, as a PNG")
+    command.set_defaults(run=theory)
     command = commands.add_parser("estimate", help="memory per rank and the refit's plan, from configurations alone")
     command.add_argument("config", help="YAML file; of model.path config.json is enough")
     command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
@@ -199,6 +202,17 @@ def plot(parsed: argparse.Namespace) -> int:
 
     print(write(parsed.run_dir))
     return 0
+
+
+def theory(parsed: argparse.Namespace) -> int:
+    """Prints the identities, the tree and the Gaussian model; 1 if an identity does not hold."""
+    from megatron_rlzero.theory import draw, report
+
+    lines, holds = report()
+    print("\n".join(lines))
+    if parsed.plot:
+        print(draw(parsed.plot))
+    return 0 if holds else 1
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:

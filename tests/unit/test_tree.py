@@ -1,55 +1,14 @@
-"""What token importance sampling corrects and what it does not: a two-step decision tree, enumerated in float64.
-
-The loss is the objective's, E_q[-(1/T) sum_t A w_t] with T = 2 and w_t = p(a_t|h_t) / q(a_t|h_t); its gradient goes
-through w alone. It is compared, block by block, with the gradient of the true objective -E_p[A] / T.
-"""
+"""What token importance sampling corrects and what it does not: the enumerated tree of ``theory``, block by block."""
 
 import pytest
 import torch
 
-ACTIONS = 3
-REWARD = torch.tensor([[1.0, 0.0, 0.2], [0.0, 0.7, 0.0], [0.1, 0.0, 0.9]], dtype=torch.float64)
+from megatron_rlzero.theory import Tree
 
-
-def policy(seed):
-    """Logits of the first step [A] and of the second step for each first action [A, A]."""
-    generator = torch.Generator().manual_seed(seed)
-    first = torch.randn(ACTIONS, generator=generator, dtype=torch.float64)
-    second = torch.randn(ACTIONS, ACTIONS, generator=generator, dtype=torch.float64)
-    return first, second
-
-
-P, Q = policy(0), tuple(p + noise for p, noise in zip(policy(0), policy(1), strict=True))
-
-
-def gradients(objective, sampler):
-    """Gradient of ``objective`` by the logits of p, as (first step [A], second step [A, A])."""
-    logits = tuple(x.clone().requires_grad_() for x in P)
-    p1, p2 = (x.softmax(-1) for x in logits)
-    q1, q2 = (x.softmax(-1) for x in sampler)
-    return torch.autograd.grad(objective(p1[:, None], p2, q1[:, None], q2), logits)
-
-
-def true(p1, p2, q1, q2):
-    return -(p1 * p2 * REWARD).sum() / 2
-
-
-def token_is(p1, p2, q1, q2):
-    return -(q1 * q2 * REWARD * (p1 / q1 + p2 / q2)).sum() / 2
-
-
-def sequence_is(p1, p2, q1, q2):
-    return -(q1 * q2 * REWARD * (p1 * p2) / (q1 * q2)).sum() / 2
-
-
-def uncorrected(p1, p2, q1, q2):
-    return -(q1 * q2 * REWARD * (p1.log() + p2.log())).sum() / 2
-
-
-def error(objective, sampler):
-    """Relative error of the whole gradient."""
-    found, wanted = (torch.cat([g.flatten() for g in gradients(f, sampler)]) for f in (objective, true))
-    return ((found - wanted).norm() / wanted.norm()).item()
+TREE = Tree()
+P, Q = TREE.policy, TREE.sampler
+true, token_is, sequence_is, uncorrected = TREE.true, TREE.token_is, TREE.sequence_is, TREE.uncorrected
+gradients, error = TREE.gradients, TREE.error
 
 
 def block_errors(objective, sampler):
@@ -101,7 +60,7 @@ def test_weight_form_and_score_form_have_the_same_gradient():
     """grad w = w * grad log p, so -sg(w) A log p has the loss's gradient and another value."""
 
     def score_form(p1, p2, q1, q2):
-        return -(q1 * q2 * REWARD * ((p1 / q1).detach() * p1.log() + (p2 / q2).detach() * p2.log())).sum() / 2
+        return -(q1 * q2 * Tree.reward * ((p1 / q1).detach() * p1.log() + (p2 / q2).detach() * p2.log())).sum() / 2
 
     for found, wanted in zip(gradients(score_form, Q), gradients(token_is, Q), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
