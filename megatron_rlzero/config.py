@@ -134,6 +134,8 @@ class Loop:
     samples_per_prompt: int = 1
     advantage: str = "batch_mean"
     """batch_mean | rloo | grpo | dr_grpo | reinforce_pp_baseline | none."""
+    objective: str = "reinforce_zero"
+    """reinforce_zero | flash_reinforce | grpo | no_correction; see objectives.py. Others than the first: to compare."""
 
 
 @dataclass

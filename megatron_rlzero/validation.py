@@ -76,6 +76,7 @@ CHOICES = {
     "learner.recompute": ("none", "selective", "full"),
     "learner.optimizer.lr_decay_style": ("constant", "cosine"),
     "loop.advantage": tuple(ADVANTAGES),
+    "loop.objective": ("reinforce_zero", "flash_reinforce", "grpo", "no_correction"),
     "environment.kind": KINDS,
     "probe.on_mismatch": ("stop", "log"),
     "refit.backend": ("gloo", "nccl"),
@@ -236,6 +237,10 @@ def _batch(f: Findings) -> None:
             "loop.samples_per_prompt",
             f"loop.advantage = {loop.advantage} compares the responses to one prompt",
             "set it to 2 or more, or loop.advantage to batch_mean",
+        )
+    if f.usable("loop.objective", "loop.advantage") and loop.objective == "grpo" != loop.advantage:
+        f.add(
+            "loop.objective", f"its advantages are normalised by group, not {loop.advantage}", "set loop.advantage=grpo"
         )
     keys = [f"learner.optimizer.{name}" for name in ("lr", "min_lr", "lr_decay_style")]
     if f.usable(*keys) and optimizer.lr_decay_style == "cosine" and optimizer.min_lr > optimizer.lr:

@@ -56,12 +56,16 @@ class Dense:
         for i in range(hf["num_hidden_layers"]):
             h = f"model.layers.{i}"
             a, mlp = f"{h}.self_attn", f"{h}.mlp"
-            table |= common.engine_norms(hf, h) | common.engine_attention(hf, a, a, **self._attention) | {
-                f"{mlp}.gate_up_proj.weight": Stacked(
-                    (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (width, hidden)
-                ),
-                f"{mlp}.down_proj.weight": Split(f"{mlp}.down_proj.weight", (hidden, width), 1),
-            }
+            table |= (
+                common.engine_norms(hf, h)
+                | common.engine_attention(hf, a, a, **self._attention)
+                | {
+                    f"{mlp}.gate_up_proj.weight": Stacked(
+                        (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), (width, hidden)
+                    ),
+                    f"{mlp}.down_proj.weight": Split(f"{mlp}.down_proj.weight", (hidden, width), 1),
+                }
+            )
         return table
 
     def tensors(self, hf: dict[str, Any]) -> dict[str, tuple[int, ...]]:

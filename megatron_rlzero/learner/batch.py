@@ -70,6 +70,7 @@ class Microbatch:
         tokens, targets: int64 [1, n]; targets are the tokens one place on inside each response.
         log_mu, advantage, weight: fp32 [n], aligned with ``targets``: what belongs to the token that position predicts.
             ``weight`` is 1 / T_i at action tokens, else 0.
+        owner: int64 [n], place in ``responses`` of each token's response; padding has one of its own.
         padding_mask: bool [1, n], True for padding; None where there is none.
     """
 
@@ -80,6 +81,7 @@ class Microbatch:
     log_mu: Tensor
     advantage: Tensor
     weight: Tensor
+    owner: Tensor
     packed: PackedSeqParams
     padding_mask: Tensor | None
 
@@ -118,6 +120,7 @@ class Microbatch:
             log_mu=fill(batch.log_mu[following], 0.0),
             advantage=fill(advantage, 0.0),
             weight=fill(weight, 0.0),
+            owner=fill(owner, len(responses)),
             packed=PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=cu_seqlens,

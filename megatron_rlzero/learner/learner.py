@@ -22,7 +22,7 @@ from megatron_rlzero.learner.build import DTYPES, build
 from megatron_rlzero.learner.clip import GradientNorm
 from megatron_rlzero.learner.pack import pack
 from megatron_rlzero.learner.weights import Weights
-from megatron_rlzero.loss import reinforce_zero
+from megatron_rlzero.objectives import OBJECTIVES, Objective, reinforce_zero
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Learner:
         self.parts.optimizer.reload_model_params()
 
     def backward(self, batch: Batch, likelihood: bool = False) -> Gradients:
-        """Gradients of the objective of ``loss.py`` over the whole batch, left in the parameters' ``main_grad``.
+        """Gradients of ``loop.objective`` over the whole batch, left in the parameters' ``main_grad``.
 
         Args:
             batch: the same on every rank.
@@ -92,7 +92,9 @@ class Learner:
         """
         self.parts.model.zero_grad_buffer()
         self.parts.optimizer.zero_grad()
-        out = self._run(batch, partial(_objective, likelihood=likelihood), forward_only=False)
+        out = self._run(
+            batch, partial(_objective, OBJECTIVES[self.config.loop.objective], likelihood), forward_only=False
+        )
         actions = batch.action_mask
         ratio = torch.ones(()) if likelihood else (out.log_pi[actions] - batch.log_mu[actions]).exp()
         loss = float(out.loss) / len(batch.lengths)
@@ -190,9 +192,12 @@ class _Output:
     microbatches: int
 
 
-def _objective(microbatch: Microbatch, log_pi: Tensor, likelihood: bool) -> Tensor:
-    log_mu = log_pi.detach() if likelihood else microbatch.log_mu
-    return reinforce_zero(log_pi, log_mu, microbatch.advantage, microbatch.weight)[0]
+def _objective(objective: Objective, likelihood: bool, microbatch: Microbatch, log_pi: Tensor) -> Tensor:
+    if likelihood:
+        objective, log_mu = reinforce_zero, log_pi.detach()
+    else:
+        log_mu = microbatch.log_mu
+    return objective(log_pi, log_mu, microbatch.advantage, microbatch.weight, microbatch.owner)
 
 
 def _no_objective(microbatch: Microbatch, log_pi: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.mamba import layout, scan
+from megatron_rlzero.kernels.mamba import buffers, layout, scan
 from tests.kernels.checks import DTYPES, FP32, error, errors, rounded_once, tolerance, with_gradients
 from tests.oracle import selective_scan
 
@@ -13,6 +13,12 @@ LENGTHS = [1, 3 * Q + 5, 1, Q - 1, Q, 3, Q + 1, 2 * Q]
 #: heads, head dimension, groups, state size
 SIZES = [(4, 16, 1, 16), (8, 8, 8, 16), (6, 24, 2, 40), (4, 64, 2, 128)]
 LIMIT = (0.02, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_buffers():
+    """So that they hold NaN, as all memory that nothing was written to."""
+    buffers._buffers.cache_clear()
 
 
 def make(tokens, sizes, dtype=FP32, documents=0):
