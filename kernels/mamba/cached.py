@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.mamba import chunk, reference
@@ -71,14 +72,12 @@ class _Places(NamedTuple):
     """Of one new token of each sequence, what all layers have in common.
 
     Attributes:
-        row: int64 [sequences], its row in its chunk; upto: int64 [sequences, c], the rows up to it, and then it again.
-        beyond: bool [sequences, c, 1], the rows behind it.
+        row: int64 [sequences], its row in its chunk; beyond: bool [sequences, c, 1], the rows behind it.
         fresh: bool [sequences, 1, 1, 1], whether this is the first chunk; None if nowhere.
         full: int64 [n], the sequences whose chunk is whole with this token; None if there are none.
     """
 
     row: Tensor
-    upto: Tensor
     beyond: Tensor
     fresh: Tensor | None
     full: Tensor | None
@@ -86,48 +85,49 @@ class _Places(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _places(starts: tuple[int, ...], device: torch.device) -> _Places:
-    c, position = tiles.CHUNK, torch.tensor(starts, device=device)
-    row, offset = position % c, torch.arange(c, device=device)
-    fresh, full = position < c, (row == c - 1).nonzero()[:, 0]
+    c = tiles.CHUNK
+    rows, fresh = [start % c for start in starts], [start < c for start in starts]
+    row, full = torch.tensor(rows, device=device), [i for i, row in enumerate(rows) if row == c - 1]
     return _Places(
         row,
-        torch.minimum(offset, row[:, None]),
-        (offset > row[:, None])[..., None],
-        fresh[:, None, None, None] if fresh.any() else None,
-        full if len(full) else None,
+        chunk.later(c, 1.0, device).bool().index_select(0, row)[..., None],
+        torch.tensor(fresh, device=device)[:, None, None, None] if any(fresh) else None,
+        torch.tensor(full, device=device) if full else None,
     )
 
 
 def _newest(x, dt, A, B, C, D, starts, cache: Cache) -> Tensor:
     """One token each: its row, in every row of a tile, against its chunk."""
-    n, slots, places = len(x), cache.slots, _places(tuple(starts), x.device)
+    slots, places = cache.slots, _places(tuple(starts), x.device)
     for old, new in ((cache.x, x), (cache.dt, dt), (cache.B, B)):
         old[slots, places.row] = new
-    # Beyond the newest token stands it again, with a time step of zero.
-    xs, dts, Bs = (old[slots[:, None], places.upto].float() for old in (cache.x, cache.dt, cache.B))
+    xs, dts, Bs = (old.index_select(0, slots).float() for old in (cache.x, cache.dt, cache.B))
+    for t in (xs, Bs):
+        t.masked_fill_(places.beyond[..., None], 0)
     dts, L = chunk.decays(dts, A, places.beyond)
     state = cache.state.index_select(0, slots)
     if places.fresh is not None:
         state.masked_fill_(places.fresh, 0)
-    (H, P), (G, N) = x.shape[1:], B.shape[1:]
-    by_head = xs.transpose(1, 2).contiguous().view(n * G, H // G, -1, P)
-    Bs, weights = Bs.transpose(1, 2).reshape(n * G, -1, N), chunk.to_end(L).mul_(dts)
-    tile = C.float().reshape(n * G, 1, N).repeat(1, tiles.MAMBA_ROWS, 1)
-    scores = chunk.scores(tile, Bs)
-    mixed = chunk.by_source(weights).view(n * G, H // G, 1, -1) * scores[:, None]
-    decay = chunk.decay(L[:, -1])
-    y = chunk.outputs(by_head, tile, mixed, decay.view(n * G, 1, -1), state.view(n * G, -1, P, N))[:, 0]
-    y = y.reshape(x.shape).addcmul_(x.float(), D[:, None])
+    (n, H, P), (G, N) = x.shape, B.shape[1:]
+    j, c, rows = H // G, tiles.CHUNK, tiles.MAMBA_ROWS
+    Bs = Bs.transpose(1, 2).reshape(n * G, c, N)
+    tile = C.float().reshape(n * G, 1, N).expand(-1, rows, -1).contiguous()
+    read = torch.bmm(tile, state.view(n * G, j * P, N).transpose(1, 2))
+    # Beyond the newest token L stays, which is that of the end; before the first it is zero.
+    to_end = chunk.decay(L[:, -1:] - pad(L, (0, 0, 1, 0)))
+    whole, to_end = to_end[:, 0], to_end[:, 1:]
+    mixed = to_end.transpose(1, 2).reshape(n * G, j, 1, c) * chunk.scores(tile, Bs)[:, None]
+    by_head = chunk.by_head(xs, xs.new_empty(n, H, c, P), dts).view(n * G, j, c, P)
+    y = chunk.product(mixed, by_head, xs.new_empty(n * G, j, rows, P))[:, :, 0].reshape(x.shape)
+    y = torch.addcmul(y, read[:, 0].reshape(x.shape), whole[..., None]).addcmul_(x.float(), D[:, None])
     if (full := places.full) is not None:
-        xs, weights = (_by_group(t[full], G) for t in (xs, weights))
-        new = chunk.states(xs, Bs.view(n, G, -1, N)[full].flatten(0, 1), weights).view(-1, H, P, N)
-        cache.state.index_copy_(0, slots[full], torch.addcmul(new, state[full], decay[full][..., None, None]))
+        weighted = xs[full].mul_((to_end[full] * dts[full])[..., None]).flatten(2)
+        weighted = weighted.transpose(1, 2).reshape(len(full) * G, j * P, c)
+        state = state[full]
+        moving, kept = state.view(len(weighted), j * P, N), whole[full].repeat_interleave(P, 1)
+        chunk.move(moving, kept.view(*moving.shape[:2], 1), weighted, Bs.view(n, G, c, N)[full].flatten(0, 1), moving)
+        cache.state.index_copy_(0, slots[full], state)
     return y.to(x.dtype)
-
-
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """[n, c, H, ...] -> [n * groups, c, H / groups, ...]."""
-    return x.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _chunks(x, dt, A, B, C, D, lengths, starts, cache: Cache) -> Tensor:

@@ -11,14 +11,17 @@ one group of j heads each, and c = tiles.CHUNK.
 """
 
 from functools import lru_cache
-from itertools import pairwise
+from math import log
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardshrink
 
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.activation import softplus
+from megatron_rlzero.kernels.mamba.buffers import Buffers
+
+#: Its exponential is below tiles.FAINT and still far above the denormal numbers.
+FAINTEST = log(tiles.FAINT) - 1
 
 
 def check(
@@ -54,23 +57,23 @@ def time_steps(dt: Tensor, dt_bias: Tensor, limit: tuple[float, float]) -> Tenso
     return softplus(dt.float() + dt_bias).clamp_(*limit)
 
 
-def wide(x: Tensor) -> Tensor:
-    """fp32 and contiguous."""
-    return x.to(torch.float32).contiguous()
-
-
 def decays(steps: Tensor, A: Tensor, padding: Tensor) -> tuple[Tensor, Tensor]:
-    """dt [n, c, j], which is ``steps`` with zeros for the padding [n, c, 1], and L, float64 [n, c, j].
+    """dt [..., c, j], which is ``steps`` with zeros for the padding [..., c, 1], and L, float64 [..., c, j].
 
     L is added from token 0 on. Differences of long sums would lose in fp32 what the gradients of A and dt are made of.
+    ``A``: [..., 1, j].
     """
     dt = steps.masked_fill(padding, 0)
-    return dt, (dt * A.double()).cumsum(1)
+    return dt, (dt * A.double()).cumsum(-2)
 
 
 def decay(x: Tensor) -> Tensor:
-    """exp(x) in fp32, zero where it is not above tiles.FAINT."""
-    return hardshrink(x.float().exp(), tiles.FAINT)
+    """exp(x) in fp32, zero where it is not above tiles.FAINT; an fp32 x is overwritten.
+
+    What is far below is raised to where the exponential is still zero here: the library is slow at denormal results.
+    """
+    x = x.float().clamp_(min=FAINTEST).exp_()
+    return torch.hardshrink(x, tiles.FAINT, out=x)
 
 
 def to_end(L: Tensor) -> Tensor:
@@ -78,9 +81,9 @@ def to_end(L: Tensor) -> Tensor:
     return decay(L[:, -1:] - L)
 
 
-def over_chunk(L: Tensor) -> Tensor:
-    """exp(L_last), [n, j, 1, 1]."""
-    return decay(L[:, -1, :, None, None])
+def over_chunk(L: Tensor, P: int) -> Tensor:
+    """exp(L_last), [n, j P, 1]."""
+    return decay(L[:, -1])[..., None, None].expand(-1, -1, P, 1).flatten(1, 2)
 
 
 @lru_cache(maxsize=8)
@@ -89,11 +92,13 @@ def later(c: int, value: float, device: torch.device) -> Tensor:
     return torch.full((c, c), value, device=device).triu_(1)
 
 
-def between(L: Tensor) -> Tensor:
+def between(L: Tensor, held: Buffers) -> Tensor:
     """exp(L_t - L_s), [n, j, c, c]; 0 for s > t, set before the exponential, which might overflow there."""
     L = L.transpose(1, 2).contiguous()
-    difference = (L[..., :, None] - L[..., None, :]).float()
-    return decay(difference.add_(later(tiles.CHUNK, float("-inf"), L.device)))
+    shape = (*L.shape, L.shape[-1])
+    difference = held("difference", *shape, dtype=torch.float64)
+    torch.sub(L[..., :, None], L[..., None, :], out=difference)
+    return decay(held("between", *shape).copy_(difference).add_(later(tiles.CHUNK, float("-inf"), L.device)))
 
 
 def by_source(dt: Tensor) -> Tensor:
@@ -101,28 +106,27 @@ def by_source(dt: Tensor) -> Tensor:
     return dt.transpose(1, 2).contiguous()[:, :, None]
 
 
-def states(x: Tensor, B: Tensor, weights: Tensor) -> Tensor:
-    """[n, j, P, N]: sum_s weights_s x_s B_s^T over x [n, c, j, P], B [n, c, N] and weights [n, c, j]."""
-    weighted = (x * weights[..., None]).flatten(2)
-    return torch.bmm(weighted.transpose(1, 2), B).unflatten(1, x.shape[2:])
+def by_head(x: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
+    """x [..., c, j, P], times ``factor`` [..., c, j] if given, in ``out`` [..., j, c, P]."""
+    x = x.transpose(-2, -3)
+    return out.copy_(x) if factor is None else torch.mul(x, factor.transpose(-1, -2)[..., None], out=out)
 
 
-def move(state: Tensor, new: Tensor, kept: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """States before every chunk, like ``new`` [n, j, P, N], and those behind the last step.
+def first(n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The first n rows of each; slicing is not free where the tensors are small."""
+    return tensors if len(tensors[0]) == n else tuple(t[:n] for t in tensors)
+
+
+def move(state: Tensor, kept: Tensor, x: Tensor, B: Tensor, out: Tensor) -> None:
+    """out = kept state + sum_s x_s B_s^T.
 
     Args:
-        state: [documents, j, P, N], before the first step.
-        new: what each chunk adds to the state; kept: [n, j, 1, 1], by what it multiplies it.
-        counts: chunks of each step, one per document; a document that has ended comes behind those that go on.
+        state, out: [n, j P, N], which may be one tensor.
+        kept: [n, j P, 1].
+        x: [n, j P, c], weighted.
+        B: [n, c, N].
     """
-    entering = torch.empty_like(new)
-    parts = list(zip(entering.split(counts), new.split(counts), kept.split(counts), strict=True))
-    parts[0][0].copy_(state[: counts[0]])
-    for (before, added, factor), (after, *_) in pairwise(parts):
-        n = len(after)
-        torch.addcmul(added[:n], before[:n], factor[:n], out=after)
-    before, added, factor = parts[-1]
-    return entering, torch.addcmul(added, before, factor)
+    torch.mul(state, kept, out=out).baddbmm_(x, B)
 
 
 def scores(C: Tensor, B: Tensor) -> Tensor:
@@ -130,20 +134,21 @@ def scores(C: Tensor, B: Tensor) -> Tensor:
     return torch.bmm(C, B.transpose(1, 2))
 
 
-def outputs(x: Tensor, C: Tensor, mixed: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+def outputs(x: Tensor, mixed: Tensor, read: Tensor, decay: Tensor, out: Tensor) -> Tensor:
     """y of some rows without the skip connection, [n, rows, j, P].
 
     Args:
-        x: [n, j, c, P].
-        C: [n, rows, N].
-        mixed: exp(L_t - L_s) dt_s (C_t . B_s), [n, j, rows, c].
+        x: dt_s x_s, [n, j, c, P].
+        mixed: exp(L_t - L_s) (C_t . B_s), [n, j, rows, c].
+        read: h C_t, [n, rows, j P]; y is written there.
         decay: exp(L_t), [n, rows or 1, j].
-        state: [n, j, P, N].
+        out: [n, j, rows, P], overwritten.
     """
-    read = torch.bmm(C, state.flatten(1, 2).transpose(1, 2)).unflatten(2, state.shape[1:3])
-    return torch.addcmul(product(mixed, x).transpose(1, 2), read, decay[..., None], out=read)
+    read = read.unflatten(2, (x.shape[1], -1))
+    return torch.addcmul(product(mixed, x, out).transpose(1, 2), read, decay[..., None], out=read)
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Product of the last two dimensions, for every chunk and head."""
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """Product of the last two dimensions, for every chunk and head, in the contiguous ``out``."""
+    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
+    return out

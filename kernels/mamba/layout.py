@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlzero.kernels import tiles
+from megatron_rlzero.kernels.mamba.buffers import Buffers
 
 #: Elements of the states of a batch's documents, unless it is a single one.
 MOVED = 2**16
@@ -23,9 +24,8 @@ class Segment:
         padding: bool [chunks, tiles.CHUNK, 1], True beyond the end.
         real: int64 [n], the places of ``rows`` that are not padding; None if all are.
         span: the slice of tokens that ``rows`` are; None if they are not one.
-        counts: chunks of each step, those of longer documents first.
-        ends: int64 [n], the documents of the batch that end here; last: int64 [n], their last chunks; partial: bool
-            [n, 1, 1, 1], whether those are not whole.
+        counts: chunks of each step, those of longer documents first; whole: how many of them, the first ones, have no
+            padding; going: how many of their documents, the first ones, go on behind the step.
     """
 
     rows: Tensor
@@ -33,21 +33,22 @@ class Segment:
     real: Tensor | None
     span: slice | None
     counts: tuple[int, ...]
-    ends: Tensor
-    last: Tensor
-    partial: Tensor
+    whole: tuple[int, ...]
+    going: tuple[int, ...]
 
-    def take(self, x: Tensor) -> Tensor:
-        """Tokens of x [tokens, ...] as [chunks, tiles.CHUNK, ...], a view or not."""
+    def take(self, x: Tensor, held: Buffers, name: str) -> Tensor:
+        """Tokens of x [tokens, groups, ...] as fp32 [chunks, groups, tiles.CHUNK, ...], a view of x or not."""
         taken = x[self.span] if self.span else x.index_select(0, self.rows.flatten())
-        return taken.unflatten(0, self.rows.shape)
+        taken = taken.unflatten(0, self.rows.shape).transpose(1, 2)
+        return taken if taken.dtype == torch.float32 else held(name, *taken.shape).copy_(taken)
 
     def place(self, out: Tensor, y: Tensor) -> None:
-        """Writes y [chunks, tiles.CHUNK, ...] to the tokens of out [tokens, ...]."""
-        y, rows = y.flatten(0, 1).to(out.dtype), self.rows.flatten()
+        """Writes y [chunks, groups, tiles.CHUNK, ...] to the tokens of out [tokens, groups, ...]."""
+        y = y.transpose(1, 2)
         if self.span:
-            out[self.span] = y
+            out[self.span].unflatten(0, self.rows.shape).copy_(y)
             return
+        y, rows = y.flatten(0, 1).to(out.dtype), self.rows.flatten()
         if self.real is not None:
             y, rows = y[self.real], rows[self.real]
         out.index_copy_(0, rows, y)
@@ -59,6 +60,12 @@ class Batch:
 
     order: Tensor
     segments: tuple[Segment, ...]
+
+
+def together(groups: int, size: int) -> list[slice]:
+    """Neighbouring groups whose chunks are taken at once; ``size``: elements of the states of one."""
+    n = max(n for n in range(1, groups + 1) if not groups % n and (n == 1 or n * size * STEPS <= HELD))
+    return [slice(first, first + n) for first in range(0, groups, n)]
 
 
 def batches(lengths: list[int], size: int, device: torch.device) -> tuple[Batch, ...]:
@@ -90,12 +97,13 @@ def _segments(start: Tensor, length: Tensor, size: int, c: int, held: int) -> tu
         chunk = torch.repeat_interleave(torch.arange(step, end, device=device), torch.tensor(part, device=device))
         position, stop = chunk[:, None] * c + torch.arange(c, device=device), length[document][:, None]
         rows, padding = start[document][:, None] + torch.minimum(position, stop - 1), position >= stop
-        last = (position[:, -1] >= stop[:, 0] - 1).nonzero()[:, 0]
         real = (~padding.flatten()).nonzero()[:, 0] if padding.any() else None
-        partial = padding[last, -1, None, None, None]
-        first, number = int(rows[0, 0]), rows.numel()
-        whole = torch.equal(rows.flatten(), torch.arange(first, first + number, device=device))
-        span = slice(first, first + number) if whole else None
-        found.append(Segment(rows, padding[..., None], real, span, tuple(part), document[last], last, partial))
+        begin, number = int(rows[0, 0]), rows.numel()
+        successive = torch.equal(rows.flatten(), torch.arange(begin, begin + number, device=device))
+        span = slice(begin, begin + number) if successive else None
+        ends = [(step + i + 1) * c for i in range(len(part))]
+        whole = tuple(int((length >= end).sum()) for end in ends)
+        going = tuple(int((length > end).sum()) for end in ends)
+        found.append(Segment(rows, padding[..., None], real, span, tuple(part), whole, going))
         step = end
     return tuple(found)

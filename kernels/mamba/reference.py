@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rlzero.kernels.mamba import chunk, gradients
-from megatron_rlzero.kernels.mamba.layout import batches
+from megatron_rlzero.kernels.mamba.buffers import Buffers, buffers
+from megatron_rlzero.kernels.mamba.layout import Segment, batches, together
 
 
 def scan(
@@ -47,9 +48,9 @@ def scan(
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dt, A, B, C, D, dt_bias, lengths, dt_limit, initial):
-        boundaries: list[Tensor] = []
+        boundaries: list[Tensor] | None = [] if any(ctx.needs_input_grad) else None
         y = run(x, chunk.time_steps(dt, dt_bias, dt_limit), A, B, C, D, lengths, initial, boundaries=boundaries)
-        ctx.save_for_backward(x, dt, A, B, C, D, dt_bias, *boundaries)
+        ctx.save_for_backward(x, dt, A, B, C, D, dt_bias, *(boundaries or ()))
         ctx.settings = (lengths, dt_limit, initial is not None)
         return y
 
@@ -80,24 +81,60 @@ def run(
     (H, P), (G, N) = x.shape[1:], B.shape[1:]
     j = H // G
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for group in range(G):
-        heads = slice(group * j, group * j + j)
-        inputs = tuple(chunk.wide(t) for t in (x[:, heads], B[:, group], C[:, group], steps[:, heads]))
-        for batch in batches(lengths, j * P * N, x.device):
-            shape = (len(batch.order), j, P, N)
+    held = buffers(x.device)
+    for groups in together(G, j * P * N):
+        heads, g = slice(groups.start * j, groups.stop * j), groups.stop - groups.start
+        x_, steps_, out_ = (t[:, heads].unflatten(1, (g, j)) for t in (x, steps, out))
+        inputs = {"x": x_, "B": B[:, groups], "C": C[:, groups], "steps": steps_}
+        rates, skip = A[heads].view(g, 1, j), D[heads].view(g, 1, j, 1)
+        for batch in batches(lengths, g * j * P * N, x.device):
+            shape = (len(batch.order), g * j, P, N)
             state = A.new_zeros(shape) if initial is None else initial[batch.order, heads]
+            moving = state.view(len(batch.order) * g, j * P, N)
             for segment in batch.segments:
                 if boundaries is not None:
-                    boundaries.append(state)
-                xs, Bs, Cs, dt = (segment.take(t) for t in inputs)
-                dt, L = chunk.decays(dt, A[heads], segment.padding)
-                new, kept = chunk.states(xs, Bs, chunk.to_end(L) * dt), chunk.over_chunk(L)
-                entering, state = chunk.move(state, new, kept, segment.counts)
-                mixed = chunk.between(L).mul_(chunk.by_source(dt)).mul_(chunk.scores(Cs, Bs)[:, None])
-                y = chunk.outputs(xs.transpose(1, 2).contiguous(), Cs, mixed, chunk.decay(L), entering)
-                segment.place(out[:, heads], y.addcmul_(xs, D[heads, None]))
-                if final is not None:
-                    i = segment.last
-                    whole = torch.addcmul(new[i], entering[i], kept[i])
-                    final[batch.order[segment.ends], heads] = torch.where(segment.partial, entering[i], whole)
+                    boundaries.append(moving[: segment.counts[0] * g].clone())
+                moved = segment.going if final is None else segment.whole
+                y = _segment(segment, moved, moving, inputs, rates, skip, held)
+                segment.place(out_, y)
+            if final is not None:
+                final[batch.order, heads] = state
     return out
+
+
+def _segment(
+    segment: Segment,
+    moved: tuple[int, ...],
+    state: Tensor,
+    inputs: dict[str, Tensor],
+    A: Tensor,
+    D: Tensor,
+    held: Buffers,
+) -> Tensor:
+    """y of a segment, [chunks, groups, c, j, P].
+
+    Args:
+        moved: of each step, the documents whose states move on, the first ones.
+        state: [documents * groups, j P, N], overwritten.
+        inputs: [tokens, groups, ...]; A, D: [groups, 1, j], [groups, 1, j, 1].
+    """
+    x, B, C, steps = (segment.take(t, held, name) for name, t in inputs.items())
+    (k, g, c, j, P), n = x.shape, x.shape[0] * x.shape[1]
+    B, C = (t.reshape(n, c, -1) for t in (B, C))
+    dt, L = chunk.decays(steps, A, segment.padding[:, None])
+    L = L.view(n, c, j)
+    weights = chunk.to_end(L).view_as(dt).mul_(dt)[..., None]
+    weighted = torch.mul(x, weights, out=held("weighted", *x.shape)).view(n, c, -1).transpose(1, 2)
+    read = held("read", n, c, j * P)
+    sizes = [count * g for count in segment.counts]
+    parts = zip(moved, *(t.split(sizes) for t in (read, C, chunk.over_chunk(L, P), weighted, B)), strict=True)
+    for documents, part, C_, *move in parts:
+        state = state if len(state) == len(C_) else state[: len(C_)]
+        torch.bmm(C_, state.transpose(1, 2), out=part)
+        if documents:
+            before, *move = chunk.first(documents * g, state, *move)
+            chunk.move(before, *move, out=before)
+    mixed = chunk.between(L, held).mul_(chunk.scores(C, B)[:, None])
+    by_head = chunk.by_head(x, held("by head", k, g, j, c, P), dt).view(n, j, c, P)
+    y = chunk.outputs(by_head, mixed, read, chunk.decay(L), held("product", n, j, c, P))
+    return y.view(x.shape).addcmul_(x, D)

@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.mamba import Cache, scan, scan_cached
+from megatron_rlzero.kernels.mamba import Cache, buffers, scan, scan_cached
 from tests.kernels.checks import DTYPES, FP32
 from tests.kernels.test_mamba import LENGTHS, LIMIT, SIZES, Q, bind, make
+
+
+@pytest.fixture(autouse=True)
+def fresh_buffers():
+    """So that they hold NaN, as all memory that nothing was written to."""
+    buffers._buffers.cache_clear()
 
 
 def empty(blocks, sizes, dtype, rubbish=torch.nan):
