@@ -56,6 +56,7 @@ def config(make_config, tide):
     made.model.path, made.model.family = str(tide), str(FAMILY)
     made.rollout.max_response_tokens = 40  # past a chunk of the scan
     made.loop.updates, made.loop.max_lag = 2, 1
+    made.probe.tokens = 500
     made.learner.world_size = made.learner.tensor_model_parallel_size = 2
     made.learner.optimizer.lr_warmup_updates = 0
     made.learner.optimizer.weight_decay = 0.1  # a random model earns no reward: this is what moves its weights

@@ -92,9 +92,9 @@ def test_the_engine_is_the_learner(aligned, learner, name):
 def test_the_comparison_with_the_learner_can_fail(aligned, stock, learner):
     assert differing(learner["hybrid_bf16"], learner["other_microbatches"]) == 0
     assert differing(learner["hybrid_fp32"], learner["other_slices"]) > 100
-    assert all(differing(stock[name].together, learner[name]) > 300 for name in stock)
+    assert min(differing(stock[name].together, learner[name]) for name in stock) > 150
     # and vLLM's own kernels do not agree with themselves
-    assert all(differing(found.together, found.prefill) > 100 for found in stock.values())
+    assert min(differing(found.together, found.prefill) for found in stock.values()) > 50
 
 
 def test_an_update_in_flight(aligned, learner):
@@ -107,8 +107,11 @@ def test_an_update_in_flight(aligned, learner):
     assert not bool(new[~after].any())
 
 
-def test_the_engine_on_two_ranks(models, aligned, tmp_path):
-    runs = [with_edges(run(models, name, *name.split("_"), tp=2, **CUT)) for name in ("hybrid_bf16", "plain_fp32")]
+@pytest.mark.parametrize(
+    "names", [["hybrid_bf16"], pytest.param(["hybrid_fp32", "plain_fp32"], marks=pytest.mark.full)]
+)
+def test_the_engine_on_two_ranks(models, aligned, tmp_path, names):
+    runs = [with_edges(run(models, name, *name.split("_"), tp=2, **CUT)) for name in names]
     for name, two in start(models, tmp_path, "aligned", runs, tp=2).items():
         assert torch.equal(two.tokens, aligned[name].tokens)
         assert differing(two.together, aligned[name].together) == differing(two.together, two.prefill) == 0
