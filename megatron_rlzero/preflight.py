@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rlzero import environments
 from megatron_rlzero.architectures import Architecture, architecture, language_prefix, language_settings, wrong_counts
-from megatron_rlzero.config_io import Findings
+from megatron_rlzero.config_io import Findings, line
 from megatron_rlzero.generation.token import read_token
 from megatron_rlzero.network import address
 
@@ -49,7 +49,7 @@ def check_model(f: Findings, weights: bool = True) -> None:
         return
     faults = family.unsupported(hf)
     for fault in faults:
-        f.add("model.path", f"config.json says {fault}", "use a checkpoint without it")
+        f.add("model.path", f"config.json says {fault}", "correct it or use a checkpoint without it")
     if weights and language_prefix(hf):
         f.add(
             "model.path",
@@ -92,13 +92,17 @@ def _check_sizes(f: Findings, hf: dict[str, Any], family: Architecture) -> None:
         except ValueError as error:
             f.add("learner.pipeline_model_parallel_size", str(error), "lower it")
     try:
-        model = family.transformer_config(hf)
+        model, layers = family.transformer_config(hf), family.layer_pattern(hf, 1)
     except KeyError as missing:
         f.add("model.path", f"config.json has no {missing.args[0]}", "add it")
         return
-    _check_slices(f, model)
+    _check_slices(f, model, layers)
     if "mamba_num_heads" in model:
         _check_mamba(f, model)
+    elif family.engine_models():
+        f.add(
+            "model.path", "config.json says that no layer is a Mamba layer", "vLLM serves this family with one or more"
+        )
     experts = model.get("num_moe_experts") or 0
     size = f.config.learner.expert_model_parallel_size
     if f.usable("learner.expert_model_parallel_size") and size > 1 and not experts:
@@ -120,11 +124,12 @@ def _check_sizes(f: Findings, hf: dict[str, Any], family: Architecture) -> None:
             )
 
 
-def _check_slices(f: Findings, model: dict[str, Any]) -> None:
+def _check_slices(f: Findings, model: dict[str, Any], layers: str) -> None:
     """What tensor parallelism contracts over is cut into reduction_slices equal parts.
 
     Args:
         model: Megatron's configuration of the model.
+        layers: Megatron's pattern.
     """
     if not f.usable("reduction_slices", "kernels") or f.config.kernels != "aligned":
         return
@@ -134,7 +139,7 @@ def _check_slices(f: Findings, model: dict[str, Any]) -> None:
         f"{heads} + 2 x {groups} heads of {dim} = {(heads + 2 * groups) * dim} rows of the query, key and value "
         "projections": (heads + 2 * groups) * dim,
     }
-    if not model.get("num_moe_experts"):
+    if not model.get("num_moe_experts") or "-" in layers:
         sizes[f"intermediate_size = {model['ffn_hidden_size']}"] = model["ffn_hidden_size"]
     if width := model.get("moe_shared_expert_intermediate_size"):
         sizes[f"shared experts of width {width}"] = width
@@ -147,7 +152,18 @@ def _check_slices(f: Findings, model: dict[str, Any]) -> None:
 
 
 def _check_mamba(f: Findings, model: dict[str, Any]) -> None:
-    """Tensor parallelism splits heads and groups of heads."""
+    """Tensor parallelism splits heads and groups of heads; the scan's products are of multiples of 8."""
+    for size in ("mamba_head_dim", "mamba_state_dim"):
+        if f.usable("kernels") and f.config.kernels == "aligned" and model[size] % 8:
+            f.add(
+                "model.path", f"{size} = {model[size]}, not a multiple of 8", "use another checkpoint or kernels=stock"
+            )
+    caching = {"enable_prefix_caching", "enable-prefix-caching"} & f.config.rollout.engine_args.keys()
+    if f.usable("rollout.engine_args", "kernels") and f.config.kernels == "aligned":
+        for name in sorted(caching):
+            if f.config.rollout.engine_args[name]:
+                key = f"rollout.engine_args.{name}"
+                f.lines.append(line(key, True, "states of Mamba layers cannot be cached by prefix", "remove it"))
     for key in ("learner.tensor_model_parallel_size", "rollout.tensor_model_parallel_size"):
         heads, groups = model["mamba_num_heads"], model["mamba_num_groups"]
         if f.usable(key) and (heads % f.value(key) or groups % f.value(key)):

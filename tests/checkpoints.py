@@ -43,6 +43,8 @@ def config(family: str, **settings: object) -> dict:
     """config.json of a registered family; ``settings`` replace the sizes above."""
     special = HYBRID if "nemotron" in family.lower() else EXPERTS if "moe" in family else {}
     hf = {"model_type": family, **SIZES, **special, **settings}
+    if special is HYBRID:
+        del hf["num_hidden_layers"]  # the pattern says
     faults = architecture(hf).unsupported(hf)
     assert not faults, faults
     return hf

@@ -161,14 +161,17 @@ def add(file: str | Path) -> str:
     classes find them.
 
     Raises:
-        ValueError: no such file, another module has its name, or it lacks names.
+        ValueError: no such file, it cannot be imported, another module has its name, or it lacks names.
     """
     path = Path(file).resolve()
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    module = import_module(path.stem)
+    try:
+        module = import_module(path.stem)
+    except (ImportError, SyntaxError) as error:
+        raise ValueError(f"{path} cannot be imported: {error}") from error
     if Path(module.__file__ or "").resolve() != path:
         raise ValueError(f"{path}: {path.stem} is also the name of {module.__file__}; rename the file")
     needed = {n for n in (*vars(Architecture), *Architecture.__annotations__) if not n.startswith("_")} | {"MODEL_TYPE"}

@@ -154,6 +154,10 @@ def count_experts(rules: Iterable[str]) -> int:
 def stage_of(name: str, stage_of_layer: Sequence[int]) -> int:
     """The pipeline stage of a parameter, named with numbers of the whole model."""
     if match := re.match(r"decoder\.layers\.(\d+)\.", name):
+        if int(match[1]) >= len(stage_of_layer):
+            raise ValueError(
+                f"{name}: the pattern of the family has {len(stage_of_layer)} layers, fewer than its table"
+            )
         return stage_of_layer[int(match[1])]
     return 0 if name.startswith("embedding.") else stage_of_layer[-1]
 

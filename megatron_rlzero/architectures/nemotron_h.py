@@ -11,61 +11,14 @@ from math import inf
 from typing import Any
 
 from megatron_rlzero.architectures import common
+from megatron_rlzero.architectures.nemotron_h_settings import pattern, unsupported
 from megatron_rlzero.architectures.rules import Blocks, NegativeExp, Rule, Split
 from megatron_rlzero.architectures.trace import TracePoint, chosen_by_router
 
+__all__ = ["pattern", "unsupported"]  # defined next door
+
 FP32 = (".A_log", ".D", ".dt_bias", ".e_score_correction_bias")
 BUFFERS = (".e_score_correction_bias",)
-#: layer_types of config.json, with the names that older files have -> Megatron's symbol
-SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
-#: what every layer of a kind needs to be stated, since the default is of one checkpoint's size
-_STATED = {
-    "M": ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups"),
-    "*": ("num_key_value_heads", "head_dim"),
-    "-": ("intermediate_size",),
-    "E": ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_shared_expert_intermediate_size"),
-}
-_WANTED = {
-    "hidden_act": "silu",
-    "mamba_hidden_act": "silu",
-    "mlp_hidden_act": "relu2",
-    "use_bias": False,
-    "mamba_proj_bias": False,
-    "mlp_bias": False,
-    "attention_bias": False,
-    "use_conv_bias": True,
-    "sliding_window": None,
-    "residual_in_fp32": False,
-    "tie_word_embeddings": False,
-    "n_shared_experts": 1,
-    "quantization_config": None,
-}
-
-
-def pattern(hf: dict[str, Any]) -> str:
-    """One of Megatron's symbols for each layer; a type that is not known stays as it is."""
-    if types := hf.get("layers_block_type") or hf.get("layer_types"):
-        return "".join(SYMBOLS.get(kind, "?") for kind in types)
-    return hf.get("hybrid_override_pattern") or ""
-
-
-def unsupported(hf: dict[str, Any]) -> list[str]:
-    """Settings that this family's modules do not implement, one line each."""
-    faults = [f"{k} = {hf[k]!r}: only {v!r} is supported" for k, v in _WANTED.items() if hf.get(k, v) not in (v, None)]
-    layers = pattern(hf)
-    if not layers or set(layers) - set(_STATED):
-        kinds = hf.get("layers_block_type") or hf.get("layer_types") or hf.get("hybrid_override_pattern")
-        faults.append(f"layers_block_type = {kinds!r}: only a list of {', '.join(SYMBOLS)} is supported")
-    for symbol in sorted(set(layers) & set(_STATED)):
-        faults += [
-            f"{k} = {hf.get(k)!r}: only a positive integer is supported"
-            for k in _STATED[symbol]
-            if not isinstance(hf.get(k), int) or hf[k] < 1
-        ]
-    heads, groups = hf.get("mamba_num_heads"), hf.get("n_groups")
-    if "M" in layers and isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
-        faults.append(f"n_groups = {groups}: only a divisor of mamba_num_heads = {heads} is supported")
-    return faults
 
 
 def transformer_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -55,10 +55,17 @@ def largest_difference(checkpoint: str | Path, directory: str | Path) -> float:
 
 
 def transformers_log_probs(directory: str | Path, tokens: Tensor) -> Tensor:
-    """int64 [n, t] -> fp32 [n, t - 1]: log-probability of every token but the first."""
+    """int64 [n, t] -> fp32 [n, t - 1]: log-probability of every token but the first.
+
+    Raises:
+        CheckpointError: transformers does not have the model.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config = json.loads((Path(directory) / CONFIG).read_text())
+    if (kind := language_model(config)["model_type"]) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise CheckpointError(f"{directory}: transformers has no model of model_type = {kind}; leave --verify out")
     settings: dict[str, Any] = {}
     if prefix := language_prefix(config):
         # The language model alone: transformers passes over all other tensors.

@@ -229,6 +229,9 @@ def test_a_family_in_a_file_of_its_own(tmp_path, monkeypatch):
         ValueError, match="BUFFERS, FP32, engine_models, layer_pattern, mixer, rotary, transformer_config"
     ):
         add(file)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    with pytest.raises(ValueError, match=r"broken\.py cannot be imported: No module named"):
+        add(tmp_path / "broken.py")
     (tmp_path / "json.py").touch()
     with pytest.raises(ValueError, match=r"json is also the name of .*; rename the file"):
         add(tmp_path / "json.py")

@@ -19,6 +19,11 @@ HYBRID = {
     "n_groups": 4,
     "ssm_state_size": 8,
 }
+EXPERTS = HYBRID | {
+    "layers_block_type": ["linear_attention", "moe", "mlp", "moe"],
+    "n_routed_experts": 8,
+    "moe_shared_expert_intermediate_size": 32,
+}
 
 
 def test_each_missing_part_of_the_model_directory_is_named(empty, good, tmp_path):
@@ -48,9 +53,24 @@ def test_each_missing_part_of_the_model_directory_is_named(empty, good, tmp_path
         ({}, []),
         (HYBRID, []),
         (HYBRID | {"mamba_num_heads": 6}, ["n_groups = 4: only a divisor of mamba_num_heads = 6"]),
-        (HYBRID | {"mamba_num_heads": 6, "n_groups": 2}, ["6 Mamba heads, not divisible"]),
-        (HYBRID | {"n_groups": 2, "ssm_state_size": 3}, ["6 elements of Mamba's B and of its C, not divisible"]),
+        (HYBRID | {"mamba_num_heads": 6, "n_groups": 3}, ["6 Mamba heads, not divisible"]),
         (HYBRID | {"layers_block_type": ["mamba", "conv"]}, ["['mamba', 'conv']"]),
+        (HYBRID | {"layers_block_type": 5}, ["layers_block_type = 5"]),
+        (HYBRID | {"layers_block_type": [["mlp"]]}, ["layers_block_type = [['mlp']]"]),
+        (HYBRID | {"num_hidden_layers": 5}, ["num_hidden_layers = 5: only 4"]),
+        (HYBRID | {"hybrid_override_pattern": "MM-M"}, ["hybrid_override_pattern = 'MM-M': only M*-M"]),
+        (HYBRID | {"layers_block_type": ["mlp"] * 4}, ["no layer is a Mamba layer"]),
+        (HYBRID | {"mamba_dt_min": 0.1}, ["mamba_dt_min = 0.1: only the name time_step_min"]),
+        (HYBRID | {"time_step_min": -1, "conv_kernel": "4"}, ["conv_kernel = '4'", "time_step_min = -1"]),
+        (HYBRID | {"layer_norm_epsilon": None, "n_group": None}, ["layer_norm_epsilon = None", "n_group = None"]),
+        (HYBRID | {"num_nextn_predict_layers": 1}, ["num_nextn_predict_layers = 1"]),
+        (HYBRID | {"mamba_head_dim": 12}, ["mamba_head_dim = 12, not a multiple of 8"]),
+        (EXPERTS, []),
+        (EXPERTS | {"intermediate_size": 130}, ["intermediate_size = 130, not divisible"]),
+        (EXPERTS | {"n_group": 3}, ["n_group = 3: only groups of two or more of the 8 experts"]),
+        (EXPERTS | {"n_group": 2, "topk_group": 3}, ["topk_group = 3: only up to n_group = 2"]),
+        (EXPERTS | {"num_experts_per_tok": 9}, ["num_experts_per_tok = 9: only up to 8"]),
+        (EXPERTS | {"moe_latent_size": -4, "norm_topk_prob": None}, ["norm_topk_prob = None", "moe_latent_size = -4"]),
     ],
 )
 def test_model_configurations(empty, good, tmp_path, changes, parts):
@@ -74,6 +94,16 @@ def test_a_wrapper_around_a_language_model_is_not_served(empty, good, tmp_path):
     (found,) = violations(empty, [*good, f"model.path={directory}"])
     assert "wrapper around the language model is not served; give the language model" in found
     load(empty, [*good, f"model.path={directory}"], starting=False, weights=False)  # estimate takes it
+
+
+def test_prefixes_of_hybrids_are_not_cached(empty, good, tmp_path):
+    write_model(tmp_path / "hybrid", **HYBRID)
+    change = [*good, f"model.path={tmp_path}/hybrid"]
+    for name, value, faults in (("enable_prefix_caching", "true", 1), ("enable-prefix-caching", "true", 1)):
+        found = violations(empty, [*change, f"rollout.engine_args={{{name}: {value}}}"])
+        assert len(found) == faults and "cannot be cached by prefix; remove it" in found[0]
+    assert violations(empty, [*change, "rollout.engine_args={enable_prefix_caching: false}"]) == []
+    assert violations(empty, [*good, "rollout.engine_args={enable_prefix_caching: true}"]) == []
 
 
 def test_mamba_heads_and_groups_divide_over_the_ranks(empty, good, tmp_path):
