@@ -21,7 +21,7 @@ from megatron_rlzero.resharding.plan import Transfer
 #: bytes of a block
 BLOCK = 2**22
 #: Some threads read and check while others wait for the disk, which is quicker with several requests at hand.
-WORKERS = 4
+WORKERS = 8
 #: tensors of the source that are kept open, since several targets may take from one
 OPEN = 256
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
