@@ -210,7 +210,8 @@ def test_unknown_family_lists_the_known(tmp_path):
     for hf in ({"model_type": "gpt2"}, {}):
         with pytest.raises(ValueError) as error:
             architecture(hf)
-        assert str(error.value) == f"model_type = {hf.get('model_type')!r} is not known; known are {', '.join(KNOWN)}"
+        known = f"model_type = {hf.get('model_type')!r} is not known; known are {', '.join(KNOWN)}"
+        assert str(error.value).startswith(known)  # families of other files may follow
     dense = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen3_moe": qwen3_moe}
     assert dense.keys() <= set(KNOWN) and "nemotron_h" in KNOWN
     assert {name: architecture({"model_type": name}) for name in dense} == dense
