@@ -130,7 +130,7 @@ def _segment(
     to_steps = to_steps.view(k, g, c, j).addcmul_(d_log.view(k, g, c, j), A)
     per_token = (to_steps, (d_log * dt).view_as(to_steps), to_D.view_as(to_steps))
     segment.place(to_tokens, torch.stack(per_token, dim=-1))
-    segment.place(to_x, V.addcmul_(dy, D))
+    segment.add(to_x, V, dy, D)
     segment.place(to_B, d_B.view(k, g, c, -1))
     segment.place(to_C, d_C.view(k, g, c, -1))
 

@@ -42,6 +42,13 @@ class Segment:
         taken = taken.unflatten(0, self.rows.shape).transpose(1, 2)
         return taken if taken.dtype == torch.float32 else held(name, *taken.shape).copy_(taken)
 
+    def add(self, out: Tensor, y: Tensor, x: Tensor, factor: Tensor) -> None:
+        """Writes y + factor x, both [chunks, groups, tiles.CHUNK, ...], as ``place``; y may be overwritten."""
+        if self.span and out.dtype == torch.float32:
+            torch.addcmul(y, x, factor, out=out[self.span].unflatten(0, self.rows.shape).transpose(1, 2))
+        else:
+            self.place(out, y.addcmul_(x, factor))
+
     def place(self, out: Tensor, y: Tensor) -> None:
         """Writes y [chunks, groups, tiles.CHUNK, ...] to the tokens of out [tokens, groups, ...]."""
         y = y.transpose(1, 2)

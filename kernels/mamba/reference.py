@@ -95,8 +95,7 @@ def run(
                 if boundaries is not None:
                     boundaries.append(moving[: segment.counts[0] * g].clone())
                 moved = segment.going if final is None else segment.whole
-                y = _segment(segment, moved, moving, inputs, rates, skip, held)
-                segment.place(out_, y)
+                _segment(segment, moved, moving, inputs, rates, skip, out_, held)
             if final is not None:
                 final[batch.order, heads] = state
     return out
@@ -109,14 +108,15 @@ def _segment(
     inputs: dict[str, Tensor],
     A: Tensor,
     D: Tensor,
+    out: Tensor,
     held: Buffers,
-) -> Tensor:
-    """y of a segment, [chunks, groups, c, j, P].
+) -> None:
+    """Writes y of a segment.
 
     Args:
         moved: of each step, the documents whose states move on, the first ones.
         state: [documents * groups, j P, N], overwritten.
-        inputs: [tokens, groups, ...]; A, D: [groups, 1, j], [groups, 1, j, 1].
+        inputs, out: [tokens, groups, ...]; A, D: [groups, 1, j], [groups, 1, j, 1].
     """
     x, B, C, steps = (segment.take(t, held, name) for name, t in inputs.items())
     (k, g, c, j, P), n = x.shape, x.shape[0] * x.shape[1]
@@ -137,4 +137,4 @@ def _segment(
     mixed = chunk.between(L, held).mul_(chunk.scores(C, B)[:, None])
     by_head = chunk.by_head(x, held("by head", k, g, j, c, P), dt).view(n, j, c, P)
     y = chunk.outputs(by_head, mixed, read, chunk.decay(L), held("product", n, j, c, P))
-    return y.view(x.shape).addcmul_(x, D)
+    segment.add(out, y.view(x.shape), x, D)
