@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + exp(-x)) of an fp32 x, for operators that round it together with what comes after."""
+    return x / (1 + (-x).exp())
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer, GLU Variants Improve Transformer, 2020).
 
@@ -21,7 +26,7 @@ class _SiluAndMul(torch.autograd.Function):
     def forward(ctx, x):
         ctx.save_for_backward(x)
         gate, up = x.float().chunk(2, dim=-1)
-        return (gate / (1 + (-gate).exp()) * up).to(x.dtype)
+        return (silu(gate) * up).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rlzero.kernels.activation import silu
 from megatron_rlzero.kernels.reduction import row_sum
 
 
@@ -69,7 +70,7 @@ class _CausalConv1d(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, initial)
         ctx.lengths = lengths
         inputs, rows = _with_past(x, lengths, initial, weight.shape[1])
-        return _rows(_silu(_convolve(inputs, weight, bias)), rows).to(x.dtype)
+        return _rows(silu(_convolve(inputs, weight, bias)), rows).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -124,10 +125,6 @@ def _convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     for k, w in enumerate(weight.float().unbind(1)):
         total = total + inputs[:, k : k + n] * w
     return total
-
-
-def _silu(x: Tensor) -> Tensor:
-    return x / (1 + (-x).exp())
 
 
 def _rows(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rlzero.kernels.activation import silu
 from megatron_rlzero.kernels.norm.reference import mean_scale, row_total
 from megatron_rlzero.kernels.reduction import row_sum
 
@@ -33,7 +34,7 @@ class _GatedGroupNorm(torch.autograd.Function):
     def forward(ctx, x, gate, weight, groups, eps):
         ctx.save_for_backward(x, gate, weight)
         ctx.settings = (groups, eps)
-        gated = _gated(x.float(), gate.float()).unflatten(1, (groups, -1))
+        gated = (silu(gate.float()) * x.float()).unflatten(1, (groups, -1))
         normed = (gated * mean_scale(gated, eps)).flatten(1)
         return normed.mul_(weight.float()).to(x.dtype)
 
@@ -43,7 +44,7 @@ class _GatedGroupNorm(torch.autograd.Function):
         x, gate, weight = ctx.saved_tensors
         groups, eps = ctx.settings
         grad, wide, wide_gate = grad.float(), x.float(), gate.float()
-        gated = _gated(wide, wide_gate).unflatten(1, (groups, -1))
+        gated = (silu(wide_gate) * wide).unflatten(1, (groups, -1))
         scale = mean_scale(gated, eps)
         normed = gated * scale
         grad_weight = row_sum(grad * normed.flatten(1)).to(weight.dtype)
@@ -55,7 +56,3 @@ class _GatedGroupNorm(torch.autograd.Function):
         grad_x = (grad_gated * wide_gate * sigmoid).to(x.dtype)
         grad_gate = (grad_gated * wide * sigmoid * (1 + wide_gate * (1 - sigmoid))).to(gate.dtype)
         return grad_x, grad_gate, grad_weight, None, None
-
-
-def _gated(x: Tensor, gate: Tensor) -> Tensor:
-    return gate / (1 + (-gate).exp()) * x

@@ -35,11 +35,9 @@ from megatron_rlzero.invariance.megatron_layers import (
     ColumnLinear,
     CoreAttention,
     DenseMLP,
-    FirstLinear,
     HeadNorm,
     Norm,
     NormColumnLinear,
-    NormFirstLinear,
     RowLinear,
 )
 from megatron_rlzero.invariance.megatron_mamba import Mixer
@@ -106,9 +104,8 @@ class PolicyModel(HybridModel):
             self.output_layer.targets = targets[0]
         if padding_mask is not None and self.config.sequence_parallel:
             group = self.pg_collection.tp
-            padding_mask = padding_mask.chunk(group.size(), dim=1)[
-                group.rank()
-            ]  # GPTModel does so, HybridModel does not
+            # GPTModel hands each rank its part, HybridModel does not.
+            padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
         return super().forward(
             tokens, position_ids=None, attention_mask=None, packed_seq_params=packed, padding_mask=padding_mask
         )
@@ -198,7 +195,9 @@ def hybrid_stack_spec(
                     experts=backend.grouped_mlp_modules(True),
                     shared_experts=partial(
                         SharedExperts,
-                        submodules=MLPSubmodules(linear_fc1=FirstLinear, linear_fc2=backend.row_parallel_linear()),
+                        submodules=MLPSubmodules(
+                            linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear()
+                        ),
                     ),
                     router=Router,
                 ),
@@ -211,7 +210,9 @@ def hybrid_stack_spec(
         submodules=TransformerLayerSubmodules(
             mlp=partial(
                 DenseMLP.as_mlp_submodule,
-                submodules=MLPSubmodules(linear_fc1=NormFirstLinear, linear_fc2=backend.row_parallel_linear()),
+                submodules=MLPSubmodules(
+                    linear_fc1=backend.column_parallel_layer_norm_linear(), linear_fc2=backend.row_parallel_linear()
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
         ),

@@ -105,26 +105,6 @@ class NormColumnLinear(ColumnLinear):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets)
 
 
-class NormFirstLinear(NormColumnLinear):
-    """Norm, then the first projection of an MLP; gate above up where it is gated."""
-
-    def __init__(self, *args: object, config: TransformerConfig, **kwargs: object) -> None:
-        super().__init__(*args, config=config, **kwargs)
-        self.blocks = _blocks_of_fc1(self)
-
-
-class FirstLinear(ColumnLinear):
-    """The first projection of an MLP after a norm of its own."""
-
-    def __init__(self, *args: object, config: TransformerConfig, **kwargs: object) -> None:
-        super().__init__(*args, config=config, **kwargs)
-        self.blocks = _blocks_of_fc1(self)
-
-
-def _blocks_of_fc1(linear: ColumnLinear) -> tuple[int, ...]:
-    return (len(linear.weight) // 2,) * 2 if linear.config.gated_linear_unit else ()
-
-
 class ReplicatedLinear(Module):
     """Linear with the whole weight on every tensor-parallel rank."""
 
@@ -190,6 +170,11 @@ class CoreAttention(MegatronModule):
 
 class DenseMLP(MLP):
     """Megatron's dense MLP with our activation."""
+
+    def __init__(self, config: TransformerConfig, *args: object, **kwargs: object) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.gated_linear_unit:  # gate above up
+            self.linear_fc1.blocks = (len(self.linear_fc1.weight) // 2,) * 2
 
     def forward(self, hidden_states: Tensor, per_token_scale: None = None, **_: object) -> tuple[Tensor, Tensor | None]:
         return self.linear_fc2(activation(self.config)(self.linear_fc1(hidden_states)[0]))

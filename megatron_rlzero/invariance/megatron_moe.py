@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_rlzero.invariance.megatron_layers import ReplicatedLinear, activation, replicated, row_group
+from megatron_rlzero.invariance.megatron_layers import DenseMLP, ReplicatedLinear, activation, replicated, row_group
 
 
 class Router(TopKRouter):
@@ -163,11 +163,8 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return self.config.operators.combine(outputs[slots], probabilities).view(self.hidden_shape)
 
 
-class SharedExperts(SharedExpertMLP):
-    """Megatron's shared experts with our activation."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.linear_fc2(activation(self.config)(self.linear_fc1(hidden_states)[0]))[0]
+class SharedExperts(SharedExpertMLP, DenseMLP):
+    """Megatron's shared experts on our dense MLP."""
 
 
 class MoE(MoELayer):
@@ -184,7 +181,8 @@ class MoE(MoELayer):
         # Megatron's constructor insists on TransformerEngine for latent projections; experts get the real config.
         plain = copy(config)
         plain.moe_latent_size = None
-        submodules = replace(submodules, experts=lambda count, _, **kw: GroupedExperts(count, config, **kw))
+        experts = submodules.experts
+        submodules = replace(submodules, experts=lambda count, _, **kw: experts(count, config, **kw))
         super().__init__(plain, submodules, *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         if config.moe_latent_size:

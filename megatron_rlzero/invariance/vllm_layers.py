@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_ep_group, get_tp_group, tensor_model_parallel_all_reduce
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from vllm.model_executor.layers.activation import ReLUSquaredActivation, SiluAndMul
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
@@ -195,19 +195,41 @@ class InvariantMoEMethod(Counted, UnquantizedFusedMoEMethod):
         self, layer: torch.nn.Module, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
         self.used()
-        k = self.moe.experts_per_token
-        probabilities, experts = top_k(router_logits, k, layer.renormalize)
-        mine = experts.flatten()
-        if layer.expert_map is not None:
-            mine = layer.expert_map[mine].long()  # local number, -1 for another rank's expert
-        mine, order = torch.sort(mine, stable=True)  # pairs of token and slot, by expert, then token
-        if layer.expert_map is not None:
-            mine, order = mine[mine >= 0], order[mine >= 0]
-        outputs = x.new_zeros(experts.numel(), x.shape[1])
-        outputs.index_copy_(0, order, mlp(x.index_select(0, order // k), mine, layer.w13_weight, layer.w2_weight))
-        if get_ep_group().world_size > 1:
-            outputs = tensor_model_parallel_all_reduce(outputs)  # exact: one rank has each row, the others zeros
-        return combine(outputs.view(*experts.shape, -1), probabilities)
+        probabilities, experts = top_k(router_logits, self.moe.experts_per_token, layer.renormalize)
+        return routed(x, experts, probabilities, layer.w13_weight, layer.w2_weight, layer.expert_map)
+
+
+def routed(
+    x: Tensor,
+    experts: Tensor,
+    probabilities: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    expert_map: Tensor | None,
+    gated: bool = True,
+) -> Tensor:
+    """Each token through its experts, combined in ascending expert id, whoever computed them.
+
+    Args:
+        x: [tokens, hidden].
+        experts, probabilities: int64 and fp32 [tokens, k], as ``top_k`` gives them.
+        w13, w2, gated: as in ``mlp``, of this worker's experts.
+        expert_map: [E], an expert's number on this worker, -1 for another worker's; None where all are here.
+
+    Returns:
+        [tokens, hidden], on every worker.
+    """
+    mine = experts.flatten()
+    if expert_map is not None:
+        mine = expert_map[mine].long()
+    mine, order = torch.sort(mine, stable=True)  # pairs of token and slot, by expert, then token
+    if expert_map is not None:
+        mine, order = mine[mine >= 0], order[mine >= 0]
+    outputs = x.new_zeros(experts.numel(), x.shape[1])
+    outputs.index_copy_(0, order, mlp(x.index_select(0, order // experts.shape[1]), mine, w13, w2, gated))
+    if expert_map is not None:
+        outputs = tensor_model_parallel_all_reduce(outputs)  # exact: one rank has each row, the others zeros
+    return combine(outputs.view(*experts.shape, -1), probabilities)
 
 
 class _EmbeddingMethod(UnquantizedEmbeddingMethod):

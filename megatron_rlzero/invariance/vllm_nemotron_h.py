@@ -12,7 +12,6 @@ from vllm.config import VllmConfig
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.fused_moe import GateLinear
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -30,7 +29,7 @@ from vllm.model_executor.models.utils import maybe_prefix
 
 from megatron_rlzero.invariance import vllm_mamba
 from megatron_rlzero.invariance.vllm_checks import Counted
-from megatron_rlzero.kernels.experts import combine, mlp
+from megatron_rlzero.invariance.vllm_layers import routed
 from megatron_rlzero.kernels.router import top_k
 
 
@@ -76,14 +75,7 @@ class Experts(Counted, nn.Module):
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """[tokens, hidden], int64 [tokens, k], fp32 [tokens, k] -> [tokens, hidden]."""
         self.used()
-        k = experts.shape[1]
-        local, order = torch.sort(self._expert_map[experts.flatten()], stable=True)
-        local, order = local[local >= 0], order[local >= 0]
-        outputs = x.new_zeros(experts.numel(), x.shape[1])
-        rows = mlp(x.index_select(0, order // k), local, self.w13_weight, self.w2_weight, gated=False)
-        outputs.index_copy_(0, order, rows)
-        outputs = tensor_model_parallel_all_reduce(outputs)  # exact: one rank has each row, the others zeros
-        return combine(outputs.view(*experts.shape, -1), weights)
+        return routed(x, experts, weights, self.w13_weight, self.w2_weight, self._expert_map, gated=False)
 
 
 class MoE(nn.Module):

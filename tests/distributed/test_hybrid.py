@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.distributed.test_dense import BF16, family, run_cases
 from tests.distributed.test_learner import (
     EP2,
     PP2,
@@ -15,12 +16,10 @@ from tests.distributed.test_learner import (
     largest_error,
     oracle_gradients,
     results,
-    run,
     steps,
 )
 from tests.tiny import make_nemotron_h, rollouts
 
-BF16 = {"dtype": "bf16"}
 BALANCED = {"moe_router_bias_update_rate": 1e-3}
 #: Names begin with the model's.
 ONE = {
@@ -59,15 +58,6 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "moe": make_nemotron_h(root / "moe"),
         "plain": make_nemotron_h(root / "plain", pattern="M-*M", n_groups=2),
     }
-
-
-def family(name: str) -> str:
-    return name.split("_")[0]
-
-
-def run_cases(world: int, cases: dict, models: dict[str, Path], out: Path) -> Path:
-    cases = {name: case | {"model": str(models[family(name)])} for name, case in cases.items()}
-    return run(world, cases, models["moe"], out)
 
 
 @pytest.fixture(scope="module")
