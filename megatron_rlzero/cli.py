@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron_rlzero.validation import ConfigError
     from megatron_rlzero.watch import killed_with
 
-    if is_rank():  # before the long imports
+    if is_rank():  # before the long imports: some catch a KeyboardInterrupt, and in a collective Python hears of none
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # servers and client end with rank 0
         killed_with(launcher())
     try:
         return parsed.run(parsed)

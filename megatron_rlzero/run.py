@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -78,8 +77,6 @@ def run_probe(config: Config) -> int:
 
 def _run(config: Config, lead: Callable[[Ranks, RolloutEngine], None]) -> None:
     """Brings up learner and, on rank 0, servers; runs ``lead`` there while the other ranks follow."""
-    # A rank may wait in a collective, where Python would not hear of a Ctrl-C; servers and client end with rank 0.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if _rank() > 0:
         follow(*_join(config, []))
     else:
