@@ -14,7 +14,7 @@ setup(
     + [KERNELS]
     + [f"{KERNELS}.{name}" for name in find_packages("kernels")],
     package_dir={KERNELS: "kernels"},
-    package_data={f"{KERNELS}.attention": ["native.cpp", "vectors.h"]},
+    package_data={f"{KERNELS}{folder}": ["*.cpp", "*.h"] for folder in ("", ".attention", ".mamba")},
     install_requires=[
         "torch==2.13.0",
         "megatron-core==0.19.2",

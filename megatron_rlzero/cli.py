@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("config", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
         command.set_defaults(run=run)
+    command = commands.add_parser("generate", help="sample and grade the prompts of one update, with model.path")
+    command.add_argument("config", help="YAML file")
+    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    command.add_argument("--output", required=True, metavar="FILE", help="safetensors file to write, for replay")
+    command.add_argument("--update", type=int, default=0, metavar="N", help="whose prompts (default 0)")
+    command.set_defaults(run=generate)
+    command = commands.add_parser("replay", help="train on recorded rollouts alone, without servers")
+    command.add_argument("config", help="YAML file")
+    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    command.add_argument("--rollouts", required=True, nargs="+", metavar="FILE", help="one update each, in order")
+    command.add_argument("--checkpoint", metavar="DIR", help="a run's version-N to begin with (default: model.path)")
+    command.set_defaults(run=replay)
     command = commands.add_parser("serve", help="one rollout server, for rollout.urls of a run")
     command.add_argument("config", help="YAML file, the same as the run's")
     command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
@@ -195,6 +208,54 @@ def evaluate(parsed: argparse.Namespace) -> int:
     finally:
         engine.close()
     return 0
+
+
+def generate(parsed: argparse.Namespace) -> int:
+    """Exactly what a run would sample for that update, if its weights were those of model.path."""
+    from megatron_rlzero.generation.engine import RolloutEngine
+    from megatron_rlzero.rollout_files import write_rollouts
+    from megatron_rlzero.validation import ConfigError, load, validate
+
+    config = load(parsed.config, parsed.overrides, starting=False)
+    config.run_dir = f"{config.run_dir}/generate-{time.strftime('%Y%m%d-%H%M%S')}"  # for the logs
+    config.loop.updates = parsed.update + 1
+    if violations := validate(config):
+        raise ConfigError(violations)
+    engine = RolloutEngine(config)
+    try:
+        engine.wait_ready()
+        engine.label_weights(parsed.update)
+        engine.set_version(parsed.update)
+        rollouts = engine.take(parsed.update)
+    finally:
+        engine.close()
+    write_rollouts(parsed.output, rollouts)
+    reward = sum(r.reward for r in rollouts) / len(rollouts)
+    print(f"{parsed.output}: {len(rollouts)} responses, mean reward {reward:.4f}")
+    return 0
+
+
+def replay(parsed: argparse.Namespace) -> int:
+    """The policy after these updates lies in run_dir/policy."""
+    from megatron_rlzero.checkpoint import read
+    from megatron_rlzero.launch import is_rank, launch
+    from megatron_rlzero.rollout_files import read_rollouts
+    from megatron_rlzero.validation import load
+
+    if is_rank():
+        from megatron_rlzero.run import replay as run
+
+        run(load(parsed.config, parsed.overrides, starting=False), parsed.rollouts, parsed.checkpoint)
+        return 0
+    config = load(parsed.config, parsed.overrides)
+    updates = [read_rollouts(file)[0].update for file in parsed.rollouts]
+    if updates != sorted(set(updates)):
+        raise ValueError(f"--rollouts are of updates {updates}: give each once, in their order")
+    if parsed.checkpoint:
+        read(Path(parsed.checkpoint))
+    arguments = ["replay", parsed.config, *parsed.overrides, "--rollouts", *parsed.rollouts]
+    arguments += ["--checkpoint", parsed.checkpoint] if parsed.checkpoint else []
+    return launch(["-m", "megatron_rlzero", *arguments], config.learner.world_size)
 
 
 def plot(parsed: argparse.Namespace) -> int:

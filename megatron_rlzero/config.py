@@ -105,6 +105,8 @@ class RolloutConfig:
     """From the start of a response to its recording as failed, retries included."""
     max_failed_fraction: float = 0.1
     """The run stops when more than this fraction of an update's responses failed."""
+    max_restarts: int = 3
+    """How many servers of its own the run starts again after they died; then it goes on with those that are left."""
     threads_per_server: int = 1
     """CPU threads of each server worker."""
     cpu_kv_cache_gib: int = 1
@@ -136,6 +138,18 @@ class Loop:
     """batch_mean | rloo | grpo | dr_grpo | reinforce_pp_baseline | none."""
     objective: str = "reinforce_zero"
     """reinforce_zero | flash_reinforce | grpo | no_correction; see objectives.py. Others than the first: to compare."""
+    record_every: int = 0
+    """Updates between two batches that are kept in run_dir/rollouts, for the command replay; 0 is never."""
+
+
+@dataclass
+class Checkpoint:
+    every: int = 0
+    """Versions between two checkpoints of the whole run, in run_dir/checkpoints; 0 is never."""
+    keep: int = 2
+    """The last so many are kept."""
+    resume: bool = False
+    """Go on with the run in run_dir from its last whole checkpoint, from the start where there is none."""
 
 
 @dataclass
@@ -191,6 +205,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     refit: Refit = field(default_factory=Refit)
     loop: Loop = field(default_factory=Loop)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     eval: Evaluation = field(default_factory=Evaluation)
     probe: Probe = field(default_factory=Probe)
     environment: Environment = field(default_factory=Environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,11 +13,14 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_rlzero.checkpoint import Saved
 from megatron_rlzero.config import Config
 from megatron_rlzero.rollout import Rollout
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
+LINES = (METRICS_FILE, COMPLETIONS_FILE)
+ABANDONED_FILE = "abandoned.jsonl"
 CONFIG_FILE = "config.yaml"
 TENSORBOARD_DIR = "tensorboard"
 #: greedy responses kept of an evaluation
@@ -51,20 +55,33 @@ class RunLog:
     "response", "reward"}, ...]}, prompt and response as token ids. A line is on disk, whole, when its method returns.
     """
 
-    def __init__(self, config: Config, console: Console | None = None) -> None:
-        """Makes config.run_dir and saves config.yaml in it. FileExistsError where it holds a run already."""
-        from tensorboard.summary import Writer  # imported here: commands that only read a run do without
+    def __init__(self, config: Config, console: Console | None = None, saved: Saved | None = None) -> None:
+        """Makes config.run_dir and saves config.yaml in it.
+
+        Args:
+            saved: where a run goes on. Lines that were written after it are moved to abandoned.jsonl: their updates are
+                done again.
+
+        Raises:
+            FileExistsError: the directory holds a run, and ``saved`` is None.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # imported here: commands that only read a run do without
 
         self.run_dir = Path(config.run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         path = self.run_dir / METRICS_FILE
-        if path.exists():
-            if path.stat().st_size:
-                raise FileExistsError(f"run_dir = {self.run_dir}: already holds a run; choose another directory")
-            path.unlink()  # of a start that failed
+        if saved is None and path.exists() and path.stat().st_size:
+            raise FileExistsError(f"run_dir = {self.run_dir}: already holds a run; choose another directory")
+        for name in LINES:
+            _cut(self.run_dir / name, saved.sizes.get(name, 0) if saved else 0)
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / CONFIG_FILE)
-        self._file = path.open("x", encoding="utf-8")
-        self._tensorboard = Writer(str(self.run_dir / TENSORBOARD_DIR))
+        self._file = path.open("a", encoding="utf-8")
+        # Viewers forget the points of an earlier start from that step on.
+        version = saved.version if saved else None
+        self._tensorboard = SummaryWriter(str(self.run_dir / TENSORBOARD_DIR), purge_step=version)
+        for line in read_metrics(self.run_dir):
+            if line["update"] == version:  # an evaluation at the checkpoint
+                self._show(line.pop("update"), line)
         self._console = console or Console(soft_wrap=True)
         self._updates = config.loop.updates
         self._progress: Progress | None = None
@@ -109,6 +126,15 @@ class RunLog:
         text = progress_text(named, HELD_OUT)
         self._console.print(f"held-out accuracy at version {version}: {text}", highlight=False)
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files of lines, which a checkpoint keeps."""
+        paths = {name: self.run_dir / name for name in LINES}
+        return {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
+
+    def note(self, text: str) -> None:
+        """A line on the console."""
+        self._console.print(text, highlight=False)
+
     def _write(self, update: int, metrics: Mapping[str, float]) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         for name, value in values.items():
@@ -116,6 +142,9 @@ class RunLog:
                 raise ValueError(f"update {update}: metric {name} is {value}; metrics have to be finite")
         self._file.write(json.dumps({"update": update, **values}, allow_nan=False) + "\n")
         self._file.flush()
+        self._show(update, values)
+
+    def _show(self, update: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, update)
 
@@ -133,6 +162,19 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _cut(path: Path, size: int) -> None:
+    """Leaves the first ``size`` bytes; the rest goes to the end of abandoned.jsonl."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    if len(data) < size:
+        raise ValueError(f"{path} has {len(data)} bytes, the checkpoint counts on {size}; a file of another run?")
+    if len(data) > size:
+        with path.with_name(ABANDONED_FILE).open("ab") as file:
+            file.write(data[size:])
+        os.truncate(path, size)
 
 
 def _completion(rollout: Rollout) -> dict[str, object]:

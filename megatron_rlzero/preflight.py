@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -277,22 +276,3 @@ def check_ports(f: Findings) -> None:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
                 f.add("rollout.port", f"port {port} is taken or not allowed", "choose another, or 0 for free ones")
-
-
-def _holds_lines(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
-
-
-def check_run_dir(f: Findings) -> None:
-    """run_dir can be written to and holds no run."""
-    if not f.usable("run_dir"):
-        return
-    path = Path(f.config.run_dir)
-    if not f.config.run_dir:
-        f.reject("run_dir", "empty", "give a directory")
-    elif _holds_lines(path / "metrics.jsonl"):  # a start that failed leaves an empty one
-        f.reject("run_dir", "already holds a run", "remove it or choose another directory")
-    else:
-        existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            f.reject("run_dir", f"cannot write in {existing}", "choose a directory that you can write to")

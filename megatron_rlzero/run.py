@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rlzero import loop
+from megatron_rlzero import checkpoint, loop
+from megatron_rlzero.checkpoint import Saved
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation.engine import RolloutEngine
 from megatron_rlzero.generation.refit import Refit
@@ -22,6 +23,8 @@ from megatron_rlzero.learner.channel import Channel
 from megatron_rlzero.learner.learner import Learner
 from megatron_rlzero.learner.ranks import Ranks, follow
 from megatron_rlzero.metrics import RunLog
+from megatron_rlzero.rollout import Rollout
+from megatron_rlzero.rollout_files import read_rollouts
 
 
 def train(config: Config) -> None:
@@ -32,14 +35,36 @@ def train(config: Config) -> None:
         FloatingPointError: on every rank: the update would not have been finite.
     """
 
-    def lead(ranks: Ranks, engine: RolloutEngine) -> None:
-        loop.train(config, ranks, engine, log)
-
     if _rank() > 0:
-        _run(config, lead)
+        _run(config, lambda ranks, engine: None)
+        return
+    saved = checkpoint.resume(config.run_dir) if config.checkpoint.resume else None
+    with RunLog(config, saved=saved) as log:
+        start = saved or Saved()
+        _run(config, lambda ranks, engine: loop.train(config, ranks, engine, log, start), start.finished)
+
+
+def replay(config: Config, files: Sequence[str], state: str | None) -> None:
+    """Trains on recorded batches alone, without servers, and exports the policy; called on every rank.
+
+    Args:
+        files: one update each, in their order.
+        state: directory of a checkpoint to begin with; None is ``model.path``.
+    """
+    learner, channel, _ = _join(config, None)
+    if _rank() > 0:
+        follow(learner, channel, None)
     else:
+        ranks = Ranks(learner, channel, None)
         with RunLog(config) as log:
-            _run(config, lead)
+            if state is not None:
+                ranks.load(str(checkpoint.read(Path(state)).learner))
+            for rollouts in map(read_rollouts, files):
+                update = rollouts[0].update
+                log.update(update, loop.learn(config, ranks, rollouts, update)[0])
+            ranks.export(f"{config.run_dir}/policy")
+        ranks.stop()
+    dist.destroy_process_group()
 
 
 def run_probe(config: Config) -> int:
@@ -75,12 +100,15 @@ def run_probe(config: Config) -> int:
     return result["differing"] + len(layers.differing)
 
 
-def _run(config: Config, lead: Callable[[Ranks, RolloutEngine], None]) -> None:
-    """Brings up learner and, on rank 0, servers; runs ``lead`` there while the other ranks follow."""
+def _run(config: Config, lead: Callable[[Ranks, RolloutEngine], None], finished: Sequence[Rollout] = ()) -> None:
+    """Brings up learner and, on rank 0, servers; runs ``lead`` there while the other ranks follow.
+
+    ``finished``: responses of a checkpoint, which are not sampled again.
+    """
     if _rank() > 0:
         follow(*_join(config, []))
     else:
-        engine = RolloutEngine(config)
+        engine = RolloutEngine(config, finished)
         try:
             engine.wait_ready()
             ranks = Ranks(*_join(config, [(s.name, s.url, s.workers) for s in engine.servers]))
@@ -98,10 +126,12 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _join(config: Config, servers: list[tuple[str, str, int]]) -> tuple[Learner, Channel, Refit]:
-    """Collective: the learner, and the way from its ranks to the servers, which rank 0 knows."""
+def _join(config: Config, servers: list[tuple[str, str, int]] | None) -> tuple[Learner, Channel, Refit | None]:
+    """Collective: the learner, and the way from its ranks to the servers, which rank 0 knows; None where are none."""
     device, store = initialise_distributed(config)
     learner = Learner(config, device)
+    if servers is None:
+        return learner, Channel(store), None
     weights = learner.weights
     refit = Refit(
         servers,

@@ -13,74 +13,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_rlzero import preflight
-from megatron_rlzero.advantage import ADVANTAGES, GROUPED
+from megatron_rlzero.advantage import GROUPED
 from megatron_rlzero.config import REFUSED_ENGINE_ARGS, RESERVED_ENGINE_ARGS, Config
 from megatron_rlzero.config_io import Findings, Parsed, line, parse
-from megatron_rlzero.environments import KINDS
-
-AT_LEAST_1 = (
-    "reduction_slices",
-    "learner.world_size",
-    "learner.tensor_model_parallel_size",
-    "learner.pipeline_model_parallel_size",
-    "learner.expert_model_parallel_size",
-    "learner.context_parallel_size",
-    "learner.max_tokens_per_microbatch",
-    "learner.threads_per_rank",
-    "rollout.servers",
-    "rollout.tensor_model_parallel_size",
-    "rollout.max_prompt_tokens",
-    "rollout.max_response_tokens",
-    "rollout.max_num_seqs",
-    "rollout.threads_per_server",
-    "rollout.cpu_kv_cache_gib",
-    "refit.every",
-    "loop.updates",
-    "loop.prompts_per_update",
-    "loop.samples_per_prompt",
-    "eval.prompts",
-    "environment.size",
-    "probe.tokens",
-)
-AT_LEAST_0 = (
-    "seed",
-    "learner.moe_aux_loss_coeff",
-    "learner.moe_z_loss_coeff",
-    "learner.moe_router_bias_update_rate",
-    "learner.optimizer.lr",
-    "learner.optimizer.lr_warmup_updates",
-    "learner.optimizer.min_lr",
-    "learner.optimizer.weight_decay",
-    "learner.optimizer.clip_grad",
-    "rollout.max_retries",
-    "loop.max_lag",
-    "eval.every",
-    "probe.every",
-)
-ABOVE_0 = (
-    "learner.timeout_s",
-    "learner.optimizer.adam_eps",
-    "rollout.temperature",
-    "rollout.deadline_s",
-    "rollout.startup_timeout_s",
-    "refit.deadline_s",
-)
-FRACTIONS = {  # key -> whether 1 itself is allowed
-    "learner.optimizer.adam_beta1": False,
-    "learner.optimizer.adam_beta2": False,
-    "rollout.max_failed_fraction": True,
-}
-CHOICES = {
-    "kernels": ("aligned", "stock"),
-    "model.dtype": ("fp32", "bf16"),
-    "learner.recompute": ("none", "selective", "full"),
-    "learner.optimizer.lr_decay_style": ("constant", "cosine"),
-    "loop.advantage": tuple(ADVANTAGES),
-    "loop.objective": ("reinforce_zero", "flash_reinforce", "grpo", "no_correction"),
-    "environment.kind": KINDS,
-    "probe.on_mismatch": ("stop", "log"),
-    "refit.backend": ("gloo", "nccl"),
-}
+from megatron_rlzero.limits import ABOVE_0, AT_LEAST_0, AT_LEAST_1, CHOICES, FRACTIONS
+from megatron_rlzero.run_directory import check_run_dir
 
 
 class ConfigError(ValueError):
@@ -136,7 +73,7 @@ def _violations(parsed: Parsed, starting: bool, environ: Mapping[str, str], weig
     if starting:
         preflight.check_environment(findings)
         preflight.check_ports(findings)
-        preflight.check_run_dir(findings)
+        check_run_dir(findings)
     return findings.lines
 
 
@@ -271,7 +208,7 @@ def _rollout(f: Findings) -> None:
         return
     beyond: list[str] = []
     for index, url in enumerate(c.urls):
-        if not _is_server_url(url):
+        if not is_server_url(url):
             f.lines.append(line(f"rollout.urls[{index}]", url, "not the address of a server", "write http://host:port"))
         elif url.rstrip("/") in [other.rstrip("/") for other in c.urls[:index]]:
             f.lines.append(line(f"rollout.urls[{index}]", url, "listed twice", "remove one"))
@@ -291,7 +228,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _is_server_url(url: str) -> bool:
+def is_server_url(url: str) -> bool:
+    """Whether it is http://host:port, without a path."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")

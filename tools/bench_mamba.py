@@ -1,9 +1,10 @@
 """What the Mamba-2 scan costs: against the torch path of transformers, in turns in one process; growth with the length.
 
-Usage: python tools/bench_mamba.py [rounds]. fp32, one thread. Theirs is mamba2_chunk_scan of
-transformers.models.nemotron_h (chunks of 128, one document) and, for a decoding step of 16 sequences, its recurrence
-mamba2_selective_state_update; neither gives one token the same bits in two batches. Ours keeps the calls' rows
-of new tokens in a cache; a step starts at positions of its own, and so moves a state once in a chunk's length.
+Usage: python tools/bench_mamba.py [rounds]. fp32, one thread, ours in the form that this machine takes. Theirs is
+mamba2_chunk_scan of transformers.models.nemotron_h (chunks of 128, one document) and, for a decoding step of 16
+sequences, its recurrence mamba2_selective_state_update; neither gives one token the same bits in two batches. Ours
+keeps the calls' rows of new tokens in a cache; a step starts at positions of its own, and so moves a state once in a
+chunk's length.
 """
 
 from __future__ import annotations

@@ -1,45 +1,11 @@
-"""Attention as learner and engine call it, and the one choice between its two forms: native and torch.
-
-Native is native.cpp, compiled on demand; torch is what it is tested against, and what computes where there is no
-compiler, no AVX-512, or no CPU. They agree within rounding, not to the bit: learner and engine must take the same.
-"""
+"""Attention as learner and engine call it, in the form that kernels/backend.py chose."""
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rlzero.kernels.attention import compiler, native, paged, reference
-
-BACKENDS = ("native", "torch")
-_chosen = ""
-
-
-def backend() -> str:
-    """native | torch: what computes tensors in host memory in this process.
-
-    Unless ``choose`` was called, native where this machine can compile and run it.
-    """
-    return _chosen or BACKENDS[not compiler.usable()]
-
-
-def choose(name: str) -> None:
-    """Fixes ``backend`` for this process.
-
-    Raises:
-        ValueError: no backend has that name.
-        RuntimeError: native cannot be compiled or run here.
-    """
-    global _chosen
-    if name not in BACKENDS:
-        raise ValueError(f"attention = {name}: expected is one of {', '.join(BACKENDS)}")
-    if name == "native":
-        if not compiler.usable():
-            raise RuntimeError(
-                f"attention = native needs the compiler {compiler.COMPILER} and a CPU with AVX-512; "
-                "learner and engine have to run on machines of one kind"
-            )
-        compiler.compiled()
-    _chosen = name
+from megatron_rlzero.kernels import backend
+from megatron_rlzero.kernels.attention import native, paged, reference
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
@@ -65,7 +31,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, lengths, scale):
         ctx.save_for_backward(q, k, v)
         ctx.settings = (lengths, scale)
-        form = native if q.device.type == "cpu" and backend() == "native" else reference
+        form = native if backend.native(q) else reference
         return form.attention(q, k, v, lengths, scale)
 
     @staticmethod
@@ -91,7 +57,7 @@ def plan(
         query_lengths: new tokens of each sequence, in the order of the batch.
         lengths: tokens of each sequence, the new ones included.
     """
-    if block_table.device.type == "cpu" and backend() == "native":
+    if backend.native(block_table):
         return native.plan(block_table, slots, query_lengths, lengths)
     return paged.plan(block_table, slots, query_lengths, lengths, heads, kv_heads, dim)
 

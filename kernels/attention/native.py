@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.attention.compiler import compiled
+from megatron_rlzero.kernels.compiler import compiled
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -75,7 +75,7 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: Plan, 
     strides = (stride * size for x in (k, v) for stride in x.stride()[:2])
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (k, v, cache, plan.slots))
     numbers = (tokens, kv_heads, dim * size, *strides)
-    compiled().store_pages(*pointers, *map(ctypes.c_int64, numbers))
+    compiled("attention").store_pages(*pointers, *map(ctypes.c_int64, numbers))
     return _attend(q, *cache.unbind(2), plan, (cache.stride(0), cache.stride(1), dim), scale)
 
 
@@ -83,7 +83,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *cache: Tensor) -> None:
     """What the library relies on."""
     if any(x.device.type != "cpu" or x.dtype != q.dtype for x in (q, k, v, *cache)) or q.dtype not in DTYPES:
         kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v, *cache))
-        raise TypeError(f"attention = native takes fp32 or bf16 on a CPU, one dtype: {kinds}")
+        raise TypeError(f"operators = native: attention takes fp32 or bf16 on a CPU, one dtype: {kinds}")
     if k.shape != v.shape or (len(q), q.shape[2]) != (len(k), k.shape[2]) or q.shape[1] % k.shape[1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"queries, keys and values {shapes}; expected are [tokens, heads or kv_heads, dim]")
@@ -108,5 +108,5 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, strides: tuple[
         q.dtype == torch.bfloat16,
         torch.get_num_threads(),
     )
-    compiled().attend(ctypes.byref(call))
+    compiled("attention").attend(ctypes.byref(call))
     return out

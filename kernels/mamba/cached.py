@@ -1,5 +1,6 @@
-"""The Mamba-2 scan of new tokens of sequences, from the state at their last chunk boundary and the partial chunk."""
+"""Torch's form of the scan of new tokens, from the state at each last chunk boundary and the partial chunk."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,38 +35,14 @@ class Cache(NamedTuple):
 
 
 def scan_cached(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    lengths: list[int],
-    starts: list[int],
-    cache: Cache,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    inputs: Sequence[Tensor], lengths: list[int], starts: list[int], cache: Cache, limit: tuple[float, float]
 ) -> Tensor:
-    """y of ``scan`` for the new tokens of each sequence, without gradients; writes the cache.
-
-    Args:
-        x, dt, A, B, C, D, dt_bias, dt_limit: as in ``scan``.
-        lengths: new tokens of each sequence, in the order of x.
-        starts: position of each sequence's first new token.
-
-    Returns:
-        [tokens, H, P], the bits that ``scan`` gives the whole sequence, however it is cut into calls and batched.
-
-    A batch of one new token each goes through products of tiles.MAMBA_ROWS rows: callers pass such sequences apart.
-    """
-    chunk.check(x, dt, A, B, C, D, dt_bias, lengths)
-    if not len(lengths) == len(starts) == len(cache.slots):
-        raise ValueError(f"{len(lengths)} lengths, {len(starts)} starts and {len(cache.slots)} slots")
-    with torch.no_grad():
-        dt = chunk.time_steps(dt, dt_bias, dt_limit)
-        if max(lengths) == 1:
-            return _newest(x, dt, A, B, C, D, starts, cache)
-        return _chunks(x, dt, A, B, C, D, lengths, starts, cache)
+    """See ``dispatch.scan_cached``, for its first seven arguments."""
+    x, dt, A, B, C, D, dt_bias = inputs
+    dt = chunk.time_steps(dt, dt_bias, limit)
+    if max(lengths) == 1:
+        return _newest(x, dt, A, B, C, D, starts, cache)
+    return _chunks(x, dt, A, B, C, D, lengths, starts, cache)
 
 
 class _Places(NamedTuple):

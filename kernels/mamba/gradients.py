@@ -1,4 +1,4 @@
-"""Gradients of the Mamba-2 scan: segments are computed again, from the last one back.
+"""Torch's gradients of the scan: segments are computed again, from the last one back.
 
 Notation as in chunk.py; V_s is the gradient of dt_s x_s. The gradient of A dt_t is added up from the terms that contain
 it, and not as a difference of sums over L, which would lose what the gradients of A and dt_bias are made of.
@@ -12,60 +12,52 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.activation import softplus
 from megatron_rlzero.kernels.mamba import chunk
 from megatron_rlzero.kernels.mamba.buffers import Buffers, buffers
 from megatron_rlzero.kernels.mamba.layout import Segment, batches, together
-from megatron_rlzero.kernels.reduction import row_sum, tree
+from megatron_rlzero.kernels.reduction import tree
 
 
 def gradients(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
+    inputs: Sequence[Tensor],
     lengths: list[int],
-    dt_limit: tuple[float, float],
-    initial: bool,
-    boundaries: Sequence[Tensor],
+    limit: tuple[float, float],
+    initial: Tensor | None,
+    saved: Sequence[Tensor],
     grad: Tensor,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of the tensors, and last that of the initial states or None, each in its dtype.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of x, of every token's time step, A and D, of B, of C, and of the initial states.
 
     Args:
-        initial: whether initial states were given.
-        boundaries: the states before every segment, in the order of ``reference.run``.
+        inputs: the first seven arguments of ``dispatch.scan``.
+        saved: the states before every segment, in the order of ``reference.run``.
         grad: like x.
+
+    Returns:
+        x, B and C in their dtypes; fp32 [tokens, H, 3]; fp32 [documents, H, P, N] or None.
     """
+    x, dt, A, B, C, D, dt_bias = inputs
     (H, P), (G, N) = x.shape[1:], B.shape[1:]
     j, done = H // G, 0
-    steps = chunk.time_steps(dt, dt_bias, dt_limit)
+    steps = chunk.time_steps(dt, dt_bias, limit)
     to_x, to_B, to_C = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, B, C))
-    tokens = torch.empty(*steps.shape, 3, device=x.device)  # gradients of the time step, of A and of D
+    tokens = torch.empty(*steps.shape, 3, device=x.device)
     held = buffers(x.device)
-    to_initial = A.new_empty(len(lengths), H, P, N) if initial else None
+    to_initial = None if initial is None else torch.empty_like(initial, memory_format=torch.contiguous_format)
     for groups in together(G, j * P * N):
         heads, g = slice(groups.start * j, groups.stop * j), groups.stop - groups.start
         x_, dy_, steps_, to_x_, tokens_ = (t[:, heads].unflatten(1, (g, j)) for t in (x, grad, steps, to_x, tokens))
-        inputs = {"x": x_, "B": B[:, groups], "C": C[:, groups], "dy": dy_, "steps": steps_}
+        read = {"x": x_, "B": B[:, groups], "C": C[:, groups], "dy": dy_, "steps": steps_}
         outputs = (to_x_, tokens_, to_B[:, groups], to_C[:, groups])
         rates, skip = A[heads].view(g, 1, j), D[heads].view(g, 1, j, 1)
         for batch in batches(lengths, g * j * P * N, x.device):
-            before, behind = boundaries[done : done + len(batch.segments)], A.new_zeros(len(batch.order) * g, j * P, N)
+            before, behind = saved[done : done + len(batch.segments)], A.new_zeros(len(batch.order) * g, j * P, N)
             for segment, state in zip(reversed(batch.segments), reversed(before), strict=True):
-                _segment(segment, state, behind, inputs, rates, skip, outputs, held)
+                _segment(segment, state, behind, read, rates, skip, outputs, held)
             done += len(batch.segments)
             if to_initial is not None:
                 to_initial[batch.order, heads] = behind.view(-1, g * j, P, N)
-    to_steps, to_A, to_D = tokens.unbind(-1)
-    raw = dt.float() + dt_bias
-    unclamped = steps.eq(softplus(raw))
-    to_raw = torch.where(unclamped, to_steps / (1 + (-raw).exp()), 0)  # exp overflows below -88, where this is 0
-    sums = [row_sum(t) for t in (to_A, to_D, to_raw)]
-    return to_x, to_raw.to(dt.dtype), sums[0], to_B, to_C, sums[1], sums[2], to_initial
+    return to_x, tokens, to_B, to_C, to_initial
 
 
 def _segment(

@@ -1,64 +1,23 @@
-"""The Mamba-2 scan over packed documents: the arithmetic of chunk.py, with the states moved from chunk to chunk."""
+"""Torch's form of the scan over packed documents: the arithmetic of chunk.py, states moved from chunk to chunk."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_rlzero.kernels.mamba import chunk, gradients
+from megatron_rlzero.kernels.mamba import chunk
 from megatron_rlzero.kernels.mamba.buffers import Buffers, buffers
 from megatron_rlzero.kernels.mamba.layout import Segment, batches, together
 
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    lengths: list[int],
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial: Tensor | None = None,
-) -> Tensor:
-    """h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_t^T, y_t = h_t C_t + D x_t (Dao and Gu, Mamba-2, 2024).
-
-    Args:
-        x: [tokens, H, P], documents one after the other; P and N are multiples of tiles.WIDTH.
-        dt: [tokens, H], before ``dt_bias``, softplus and the clamp to ``dt_limit``.
-        A, D, dt_bias: fp32 [H]; A is negative.
-        B, C: [tokens, G, N]; a group serves H / G neighbouring heads.
-        lengths: tokens of each document, in order; every document starts at position 0 of its sequence.
-        initial: fp32 [documents, H, P, N], the state before each document; None for zeros.
-
-    Returns:
-        [tokens, H, P], dtype of ``x``; fp32 inside, rounded once.
-
-    Raises:
-        ValueError, TypeError: shapes or dtypes do not fit.
-
-    A group's values and gradients do not depend on the other groups, nor a document's on the other documents: a rank
-    may hold any whole groups. Gradients of A, D and dt_bias are added over the tokens by ``row_sum``. The backward pass
-    computes everything again from the inputs and some of the states; memory is linear in the tokens.
-    """
-    chunk.check(x, dt, A, B, C, D, dt_bias, lengths)
-    return _Scan.apply(x, dt, A, B, C, D, dt_bias, lengths, dt_limit, initial)
-
-
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dt, A, B, C, D, dt_bias, lengths, dt_limit, initial):
-        boundaries: list[Tensor] | None = [] if any(ctx.needs_input_grad) else None
-        y = run(x, chunk.time_steps(dt, dt_bias, dt_limit), A, B, C, D, lengths, initial, boundaries=boundaries)
-        ctx.save_for_backward(x, dt, A, B, C, D, dt_bias, *(boundaries or ()))
-        ctx.settings = (lengths, dt_limit, initial is not None)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        *grads, grad_initial = gradients.gradients(*ctx.saved_tensors[:7], *ctx.settings, ctx.saved_tensors[7:], grad)
-        return *grads, None, None, grad_initial
+    inputs: Sequence[Tensor], lengths: list[int], limit: tuple[float, float], initial: Tensor | None, save: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The value of ``dispatch.scan`` for its first seven arguments, and, to be saved, what ``gradients`` needs."""
+    x, dt, A, B, C, D, dt_bias = inputs
+    boundaries: list[Tensor] = []
+    steps = chunk.time_steps(dt, dt_bias, limit)
+    return run(x, steps, A, B, C, D, lengths, initial, boundaries=boundaries if save else None), boundaries
 
 
 def run(
@@ -73,7 +32,7 @@ def run(
     final: Tensor | None = None,
     boundaries: list[Tensor] | None = None,
 ) -> Tensor:
-    """The value of ``scan`` for time steps fp32 [tokens, H].
+    """The value for time steps fp32 [tokens, H].
 
     ``final`` [documents, H, P, N] is filled with the states at the documents' last chunk boundaries; ``boundaries``
     gets the states before every segment.

@@ -1,50 +1,59 @@
-"""What rank 0 sees of generation: servers and client as children, rollouts of an update, evaluation, liveness."""
+"""What rank 0 sees of generation: servers and client as children, rollouts of an update, evaluation, who joins."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation import http, server, token
+from megatron_rlzero.generation.members import Members
+from megatron_rlzero.generation.schedule import check_complete, responses_of_update
 from megatron_rlzero.generation.server import Server
 from megatron_rlzero.rollout import Rollout
 
 #: seconds between two looks at the children while waiting for the client
 POLL_S = 0.2
-#: seconds between two requests to /health, and the time that each may take
-HEALTH_S = 1.0
 #: seconds between two lines about a start that is under way
 REPORT_S = 10.0
+#: seconds that ``blame`` waits for a server's end to show
+BLAME_S = 2.0
+
+Admit = Callable[[], None]
+
+
+class BadServer(RuntimeError):
+    """The one server that an evaluation asked is gone, or its answers are no use."""
 
 
 class RolloutEngine:
-    """Starts the servers (or attaches to ``rollout.urls``) and the client process. Use ``close`` in a finally."""
+    """Starts the servers (or attaches to ``rollout.urls``) and the client process. Use ``close`` in a finally.
 
-    def __init__(self, config: Config) -> None:
+    A server that dies during a run is taken out of it and started again, or joins again when it comes back; others
+    join from RUN_DIR/servers/ (see registry.py). Whoever joins waits in ``joining`` until the loop has brought it the
+    weights and says ``attach``. Whatever waits here also takes ``admit``, which is called while anyone is joining.
+
+    Args:
+        finished: graded responses of updates to come, from a checkpoint: they are not sampled again.
+    """
+
+    def __init__(self, config: Config, finished: Sequence[Rollout] = ()) -> None:
         self.config = config
         self.started = time.monotonic()
-        self.servers: list[Server] = []
         self.client: Any = None
-        self.messages: dict[tuple[str, int], list[Rollout]] = {}
+        self.messages: dict[tuple[str, int], list[Rollout] | BadServer] = {}
         self.requests = itertools.count()
-        self.health_checked = 0.0
-        self.ready = False
+        self.apart: set[tuple[str, int]] = set()  # messages that do not depend on the members
+        self.prompts = 0
         token.use(config.rollout.token_file)
         self.connection, other = Pipe()
+        self.members = Members(config, self._send)
         try:
-            rollout = config.rollout
-            if rollout.urls:
-                for index, url in enumerate(rollout.urls):
-                    workers = rollout.tensor_model_parallel_size
-                    self.servers.append(Server(f"server-{index}", url.rstrip("/"), workers))
-            else:
-                for index in range(rollout.servers):
-                    self.servers.append(server.start(config, index))
+            self.members.start()
             self.client_log = Path(config.run_dir) / "client.log"
             fd = other.fileno()
             self.client = server.spawn(
@@ -55,35 +64,39 @@ class RolloutEngine:
             raise
         finally:
             other.close()
-        self.connection.send((config, [s.url for s in self.servers]))
+        self._send(config, list(finished))
+
+    @property
+    def servers(self) -> list[Server]:
+        """The members: all that requests go to."""
+        return self.members.servers
 
     def wait_ready(self, report: Callable[[str], None] = print) -> None:
         """Waits for all servers at once and for the client; ``report`` gets a line every REPORT_S and at the end.
 
         Raises:
             RuntimeError: a server or the client ended, or was not ready after ``rollout.startup_timeout_s``; with
-                the end of its log.
+                the end of its log. Or a server is not one of ours.
         """
-        waiting = list(self.servers)
+        first = [coming.server for coming in self.members.coming]
         reported = self.started
-        while waiting:
-            self._check_processes()
-            waiting = [s for s in waiting if not s.healthy(HEALTH_S)]
+        while waiting := [coming.server for coming in self.members.coming]:
+            for each in waiting:
+                each.check_alive()
+            for _, fault in self.members.arrive():
+                raise RuntimeError(fault)
             seconds = time.monotonic() - self.started
-            if waiting and seconds > self.config.rollout.startup_timeout_s:
-                raise RuntimeError(
-                    f"{waiting[0].name} ({waiting[0].url}) is not ready after rollout.startup_timeout_s = "
-                    f"{self.config.rollout.startup_timeout_s}; the end of its log:\n{server.tail(waiting[0].log)}"
-                )
-            if waiting and time.monotonic() - reported > REPORT_S:
+            if seconds > self.config.rollout.startup_timeout_s:
+                late = waiting[0]
+                raise RuntimeError(f"{late.name} ({late.url}) is {self.members.not_ready()}{late.end_of_log()}")
+            if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
                 report(f"waiting for {', '.join(s.name for s in waiting)}: {seconds:.0f} s")
-            if waiting and self.connection.poll(POLL_S):  # ready, or an error that ends the wait
-                self._receive()
-        for each in self.servers:
-            server.check_workers(each)
-            server.check_plugin(each)
-        while not self.ready:
+            if self.connection.poll(POLL_S):  # ready, or an error that ends the wait
+                self._take_in()
+        for each in first:
+            self.members.attach(each)
+        while not self.prompts:
             self._receive()
         report(f"{len(self.servers)} server(s) ready after {time.monotonic() - self.started:.0f} s")
 
@@ -99,77 +112,108 @@ class RolloutEngine:
         """
         self._send("version", version)
 
-    def detach(self, name: str) -> None:
-        """No further request goes to this server; what is in flight there ends there, or is sampled again."""
-        (gone,) = [s for s in self.servers if s.name == name]
-        self.servers.remove(gone)
-        self._send("detach", gone.url)
-        if gone.process is not None:
-            server.stop([gone.process])
+    def joining(self) -> list[Server]:
+        """Servers that are up and checked, and wait for the weights; the same ones until something is done about it."""
+        while self.connection.poll():
+            self._take_in()
+        self.members.look()
+        return list(self.members.joining)
 
-    def take(self, update: int) -> list[Rollout]:
+    def attach(self, joined: Server) -> None:
+        """It holds the weights: requests go to it from now on. One that was lost in between is left alone."""
+        self.members.attach(joined)
+
+    def turn_away(self, refused: Server, reason: str) -> None:
+        """A joining server that is of no use, now or later; a dead one is lost, one lost before is left alone."""
+        self.members.turn_away(refused, reason)
+
+    def detach(self, name: str, reason: str) -> None:
+        """No further request goes to this server, and what is in flight there is asked elsewhere.
+
+        It is lost: started again if it is ours. One that was lost in between is left alone.
+        """
+        for each in [*self.servers, *self.members.joining, *self.members.leaving]:
+            if each.name == name:
+                self.members.lose(each, reason, alive=True)
+
+    def take(self, update: int, admit: Admit | None = None) -> list[Rollout]:
         """All rollouts of ``update``, sorted by (item, sample); waits for them.
 
         Raises:
-            RuntimeError: a server or the client is dead, named with its exit code, or the client reports an error.
+            RuntimeError: no server is left and none is coming, the client is dead or reports an error, or a response
+                is missing; named, with the end of its log.
         """
-        return self._wait(("update", update))
+        rollouts = self._wait(("update", update), admit)
+        check_complete(update, responses_of_update(self.config, self.prompts, update), rollouts)
+        return rollouts
 
-    def evaluate(self, greedy: bool) -> list[Rollout]:
+    def finished(self, update: int) -> list[Rollout]:
+        """All graded responses of this update and later ones that nobody has taken, without those that failed.
+
+        By (update, item, sample), as a new engine takes them.
+        """
+        request = next(self.requests)
+        self.apart.add(("finished", request))
+        self._send("finished", request, update)
+        rollouts = self._wait(("finished", request), None)
+        for (kind, number), whole in self.messages.items():
+            if kind == "update" and number >= update:
+                rollouts += [rollout for rollout in whole if rollout.finish_reason != "failed"]
+        return sorted(rollouts, key=lambda rollout: (rollout.update, rollout.item, rollout.sample))
+
+    def evaluate(self, greedy: bool, admit: Admit | None = None) -> list[Rollout]:
         """One response to each held-out prompt with the servers' weights; training requests go on meanwhile.
 
         The noise is the same in every evaluation. Raises as ``take`` does.
         """
-        return self.finish_evaluation(self.begin_evaluation(greedy, self.config.eval.prompts, 1, 0))
+        return self.finish_evaluation(self.begin_evaluation(greedy, self.config.eval.prompts, 1, 0), admit)
 
-    def begin_evaluation(self, greedy: bool, prompts: int, samples: int, concurrency: int) -> int:
+    def begin_evaluation(
+        self, greedy: bool, prompts: int, samples: int, concurrency: int, server: str | None = None
+    ) -> int:
         """Starts ``samples`` responses to each of the first ``prompts`` held-out prompts.
 
         Args:
             concurrency: at most so many requests at a time; 0 is no limit.
+            server: name of the one server to ask, a member or joining.
 
         Returns:
             What ``finish_evaluation`` waits for.
         """
         request = next(self.requests)
-        self._send("evaluate", request, greedy, prompts, samples, concurrency)
+        url = None
+        if server is not None:
+            self.apart.add(("evaluation", request))
+            url = next((s.url for s in [*self.servers, *self.members.joining] if s.name == server), server)
+        self._send("evaluate", request, greedy, prompts, samples, concurrency, url)
         return request
 
-    def finish_evaluation(self, request: int) -> list[Rollout]:
-        """The responses, sorted by (item, sample). Raises as ``take`` does."""
-        return self._wait(("evaluation", request))
+    def finish_evaluation(self, request: int, admit: Admit | None = None) -> list[Rollout]:
+        """The responses, sorted by (item, sample). Raises as ``take`` does.
 
-    def check_alive(self) -> None:
-        """Raises RuntimeError naming a server or client that is dead; looks at /health once in HEALTH_S."""
-        self._check_processes()
-        if time.monotonic() - self.health_checked < HEALTH_S:
-            return
-        self.health_checked = time.monotonic()
-        for each in self.servers:
-            try:
-                http.get(f"{each.url}/health", HEALTH_S)
-            except TimeoutError:
-                pass  # busy; a response has its own deadline
-            except (OSError, http.ServerError) as error:
-                each.wait_dead(server.GRACE_S)  # a server without its engine ends by itself
-                pid = f", pid {each.process.pid}" if each.process is not None else ""
-                raise RuntimeError(f"{each.name} ({each.url}{pid}) is not healthy: {error}") from error
+        Raises:
+            BadServer: the one server that was to be asked is gone, or its answers are no use.
+        """
+        return self._wait(("evaluation", request), admit)
 
     def blame(self, error: BaseException) -> None:
         """Raises RuntimeError naming a server that has ended, as the cause of ``error``; returns where none has.
 
         A dead server first shows as a failed request: its own end says more than what the request saw.
         """
-        try:
+        end = time.monotonic() + BLAME_S
+        while time.monotonic() < end:
             for each in self.servers:
-                each.wait_dead(2 * HEALTH_S)
-        except RuntimeError as death:
-            raise death from error
+                try:
+                    each.check_alive()
+                except RuntimeError as death:
+                    raise death from error
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         """Ends the client and the servers that were started; may be called again."""
         self.connection.close()
-        children = [self.client, *(s.process for s in self.servers)]
+        children = [self.client, *self.members.processes()]
         server.stop([child for child in children if child is not None])
 
     def _send(self, *message: Any) -> None:
@@ -178,28 +222,49 @@ class RolloutEngine:
         except OSError as error:
             raise self._client_ended() from error
 
-    def _wait(self, key: tuple[str, int]) -> list[Rollout]:
+    def _wait(self, key: tuple[str, int], admit: Admit | None) -> list[Rollout]:
         while key not in self.messages:
+            if admit is not None and self.joining():
+                admit()
+            if key not in self.apart:
+                self.members.check(joinable=admit is not None)
             self._receive()
-        return self.messages.pop(key)
+        answer = self.messages.pop(key)
+        self.apart.discard(key)
+        if isinstance(answer, BadServer):
+            raise answer
+        return answer
 
     def _receive(self) -> None:
-        """Takes in one message of the client, or looks after the children if there is none for POLL_S."""
-        if not self.connection.poll(POLL_S):
-            self.check_alive()
-            return
+        """Takes in one message of the client if there is one within POLL_S, and looks after the children."""
+        if self.connection.poll(POLL_S):
+            self._take_in()
+        elif self.client.poll() is not None and not self.connection.poll():
+            raise self._client_ended()
+        self.members.look()
+
+    def _take_in(self) -> None:
         try:
             kind, *content = self.connection.recv()
         except (EOFError, OSError) as error:
             raise self._client_ended() from error
-        if kind == "error":
-            error = RuntimeError(f"rollout client: {content[0]}; see {self.client_log}")
-            self.blame(error)
-            raise error
-        if kind == "ready":
-            self.ready = True
-        else:
-            self.messages[kind, content[0]] = content[1]
+        match kind:
+            case "error":
+                error = RuntimeError(f"rollout client: {content[0]}; see {self.client_log}")
+                self.blame(error)
+                raise error
+            case "ready":
+                (self.prompts,) = content
+            case "lost":
+                url, reason = content
+                if (lost := self.members.find(url)) is not None:
+                    self.members.lose(lost, reason)
+            case "left":
+                self.members.left(*content)
+            case "refused":
+                self.messages["evaluation", content[0]] = BadServer(content[1])
+            case _:
+                self.messages[kind, content[0]] = content[1]
 
     def _client_ended(self) -> RuntimeError:
         self.client.wait(server.GRACE_S)
@@ -207,9 +272,3 @@ class RolloutEngine:
             f"rollout client {server.how_it_ended(self.client)}; the end of {self.client_log}:\n"
             f"{server.tail(self.client_log)}"
         )
-
-    def _check_processes(self) -> None:
-        for each in self.servers:
-            each.check_alive()
-        if self.client.poll() is not None and not self.connection.poll():
-            raise self._client_ended()

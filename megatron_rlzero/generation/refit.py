@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Store, TCPStore
 
 from megatron_rlzero.generation import http
 from megatron_rlzero.generation.rendezvous import REFUSED, join, to_json
-from megatron_rlzero.kernels import attention
+from megatron_rlzero.kernels.backend import backend
 from megatron_rlzero.network import address
 from megatron_rlzero.resharding.layout import Layout
 from megatron_rlzero.resharding.plan import Transfer, plan
@@ -29,11 +29,11 @@ SLACK_S = 5.0
 
 @dataclass(frozen=True)
 class RefitStats:
-    """``seconds`` on this rank; ``bytes`` that all ranks sent to all servers; names of servers ``detached``."""
+    """``seconds`` on this rank; ``bytes`` that all ranks sent to all servers; servers ``detached`` by name, and why."""
 
     seconds: float
     bytes: int
-    detached: tuple[str, ...]
+    detached: dict[str, str]
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Link:
 
 
 class Refit:
-    """Pushes a learner's weights into vLLM servers; constructor and ``push`` are collective over learner ranks.
+    """Pushes a learner's weights into vLLM servers; all public methods are collective over learner ranks.
 
     Args:
         servers: (name, url, workers) each; rank 0's list counts, the other ranks may pass an empty one.
@@ -83,17 +83,36 @@ class Refit:
         self.rank, self.world_size = rank, world_size
         self.dtypes, self.deadline_s = dtypes, deadline_s
         self.store, self.backend, self.interface = store, backend, interface
+        self.layout, self.engine = layout, engine
         self.links: list[_Link] = []
         self.agreements = 0
         self.instance = store.add(f"refit/instances/{rank}", 1) if store is not None else 0
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="refit")
-        described = self._agree(lambda: [list(server) for server in servers])
-        self.links = [_Link(*server) for server in described]
-        self._plan(layout, engine)
+        self.links = self._describe(servers)
+        self._plan(self.links)
         for link in self.links:
-            self._connect(link)
+            if fault := self._connect(link):
+                raise RuntimeError(f"{link.name} cannot be refitted: {fault}")
 
-    def push(self, tensors: Mapping[str, Tensor], version: int) -> RefitStats:
+    def add(self, servers: Sequence[tuple[str, str, int]]) -> dict[str, str]:
+        """Takes further servers in, as the constructor does; the next ``push`` brings them their first weights.
+
+        Returns:
+            Those that were not taken in, because they refuse the plan or are gone, and why, by name.
+        """
+        faults = {}
+        for link in self._describe(servers):
+            fault = self._agree(lambda link=link: self._absence(link))
+            if not fault:
+                self._plan([link])
+                fault = self._connect(link)
+            if fault:
+                faults[link.name] = fault
+            else:
+                self.links.append(link)
+        return faults
+
+    def push(self, tensors: Mapping[str, Tensor], version: int, only: Sequence[str] | None = None) -> RefitStats:
         """Replaces every server's weights by ``version``; requests in flight go on with the new weights.
 
         A server that does not take them by the deadline is detached: it gets no further weights, and the caller
@@ -102,36 +121,53 @@ class Refit:
         Args:
             tensors: this rank's tensors by the layout's local names, on any device.
             version: of the weights, at least 0.
+            only: names of the servers that get them; None is all. The same on every rank.
 
         Raises:
-            RuntimeError: on every rank: a server refused the weights, or none is left.
+            RuntimeError: on every rank: a server refused the weights.
         """
         start = time.monotonic()
         # gloo reads host memory.
         sent = {n: t.detach() if self.backend == "nccl" else t.detach().cpu() for n, t in tensors.items()}
+        links = [link for link in self.links if only is None or link.name in only]
         failures = {}
-        for link in self.links:
+        for link in links:
             try:
                 self._push(link, sent, version)
             except (OSError, RuntimeError) as error:
-                failures[link.name] = f"{link.name}: {error}"
+                failures[link.name] = str(error)
         # Rank 0 drives the servers: what it saw decides, and a rank that failed alone stops the run.
         verdict = self._agree(lambda: failures)
-        if own := failures.keys() - verdict.keys():
-            raise RuntimeError(f"rank {self.rank}: {'; '.join(failures[name] for name in sorted(own))}")
+        self._check_own(failures, verdict)
         self.links = [link for link in self.links if link.name not in verdict]
-        refusals = [text for text in verdict.values() if REFUSED in text]
-        if refusals or (verdict and not self.links):
-            raise RuntimeError(f"refit to version {version} failed: {'; '.join(refusals or verdict.values())}")
-        moved = sum(t.box.numel * self.dtypes[t.tensor].itemsize for link in self.links for t in link.transfers)
-        return RefitStats(time.monotonic() - start, moved, tuple(verdict))
+        if refusals := [f"{name}: {text}" for name, text in verdict.items() if REFUSED in text]:
+            raise RuntimeError(f"refit to version {version} failed: {'; '.join(refusals)}")
+        taken = [link for link in links if link.name not in verdict]
+        moved = sum(t.box.numel * self.dtypes[t.tensor].itemsize for link in taken for t in link.transfers)
+        return RefitStats(time.monotonic() - start, moved, verdict)
 
-    def _plan(self, layout: Layout, engine: Callable[[int], Layout]) -> None:
-        """One plan for all servers, so that all share the senders' work; each server's group counts from 0."""
-        owners = [(link, worker) for link in self.links for worker in range(link.workers)]
-        targets = {link.workers: engine(link.workers) for link in self.links}
+    def _check_own(self, failures: Mapping[str, str], verdict: Mapping[str, str]) -> None:
+        if own := failures.keys() - verdict.keys():
+            raise RuntimeError(f"rank {self.rank}: {'; '.join(f'{name}: {failures[name]}' for name in sorted(own))}")
+
+    def _describe(self, servers: Sequence[tuple[str, str, int]]) -> list[_Link]:
+        """Rank 0's list, on every rank."""
+        return [_Link(*server) for server in self._agree(lambda: [list(server) for server in servers])]
+
+    def _absence(self, link: _Link) -> str:
+        """Rank 0: what is wrong with a server that does not answer; all would wait for it until the deadline."""
+        try:
+            http.get(f"{link.url}/health", SLACK_S)
+        except (OSError, http.ServerError) as error:
+            return str(error)
+        return ""
+
+    def _plan(self, links: Sequence[_Link]) -> None:
+        """One plan for these servers, so that all share the senders' work; each server's group counts from 0."""
+        owners = [(link, worker) for link in links for worker in range(link.workers)]
+        targets = {link.workers: self.engine(link.workers) for link in links}
         wanted = {self.world_size + i: targets[link.workers][worker] for i, (link, worker) in enumerate(owners)}
-        for transfer in plan(layout, wanted):
+        for transfer in plan(self.layout, wanted):
             link, worker = owners[transfer.target - self.world_size]
             link.transfers.append(transfer._replace(target=self.world_size + worker))
 
@@ -156,8 +192,12 @@ class Refit:
             self._post(link, "/finish_weight_update", {"weight_version": str(version)})
             self._post(link, "/resume", None)
 
-    def _connect(self, link: _Link) -> None:
-        """Rank 0 listens, tells the other ranks and the server the port, and all join the server's group."""
+    def _connect(self, link: _Link) -> str:
+        """Rank 0 listens, tells the other ranks and the server the port, and all join the server's group.
+
+        Returns:
+            On every rank: why the server is not in it, in its own words if it has any; empty if it is.
+        """
         size = self.world_size + link.workers
         limit = timedelta(seconds=self.deadline_s)
         answer: Future | None = None
@@ -178,7 +218,7 @@ class Refit:
                 "workers": link.workers,
                 "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()},
                 "transfers": to_json(link.transfers),
-                "attention": attention.backend(),
+                "operators": backend(),
                 "deadline_s": self.deadline_s,
             }
             answer = self.threads.submit(self._post, link, "/init_weight_transfer_engine", {"init_info": info})
@@ -186,12 +226,16 @@ class Refit:
         else:
             host, port = self._agree(lambda: None)
             link.store = TCPStore(host, port, None, False, limit)
-        link.group = join(link.store, self.rank, size, self.backend, self.interface, self.deadline_s)
-        refusal = None
+        fault = {}
+        try:
+            link.group = join(link.store, self.rank, size, self.backend, self.interface, self.deadline_s)
+        except RuntimeError as error:
+            fault[link.name] = str(error)
         if answer is not None and (error := answer.exception()) is not None:
-            refusal = str(error)
-        if refusal := self._agree(lambda: refusal):
-            raise RuntimeError(f"{link.name} cannot be refitted: {refusal}")
+            fault[link.name] = str(error)
+        verdict = self._agree(lambda: fault)
+        self._check_own(fault, verdict)
+        return verdict.get(link.name, "")
 
     def _post(self, link: _Link, route: str, body: dict[str, Any] | None) -> None:
         http.post(f"{link.url}{route}", body, self.deadline_s + SLACK_S)
@@ -206,5 +250,5 @@ class Refit:
             text = json.dumps(value())
             self.store.set(key, text)
             return json.loads(text)
-        self.store.wait([key], timedelta(seconds=len(self.links or [0]) * 2 * (self.deadline_s + SLACK_S)))
+        self.store.wait([key], timedelta(seconds=(1 + len(self.links)) * 2 * (self.deadline_s + SLACK_S)))
         return json.loads(self.store.get(key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ def body(
     }
 
 
-def parse(answer: Mapping[str, Any], max_tokens: int, ends: Collection[int]) -> Answer:
-    """The answer's single choice.
+def parse(answer: Any, max_tokens: int, ends: Collection[int]) -> Answer:
+    """The answer's single choice; ``answer`` is JSON.
 
     vLLM writes "stop" also where a response ended without a reason, so that the reason is checked against the
     tokens.
@@ -104,21 +104,31 @@ def parse(answer: Mapping[str, Any], max_tokens: int, ends: Collection[int]) -> 
     """
     try:
         (choice,) = answer["choices"]
-        tokens, reason = choice["token_ids"], choice["finish_reason"]
-        entries = choice["logprobs"]["content"]
-        spans = choice["weight_versions"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadAnswer(f"answer lacks a field ({error!r}): {str(answer)[:300]}") from error
+        tokens, reason = [int(token) for token in choice["token_ids"]], choice["finish_reason"]
+        entries = [(entry["token_id"], float(entry["logprob"])) for entry in choice["logprobs"]["content"]]
+        spans = choice["weight_versions"] or []
+        versions = token_versions(spans, len(tokens))
+    except (KeyError, TypeError, ValueError) as error:  # also of token_versions
+        raise BadAnswer(f"answer lacks a field or has a bad one ({error!r}): {str(answer)[:300]}") from error
     ended = bool(tokens) and tokens[-1] in ends
     if not ((reason == "stop" and ended) or (reason == "length" and len(tokens) == max_tokens and not ended)):
         raise BadAnswer(f"finish_reason {reason!r} does not fit {len(tokens)} tokens ending in {tokens[-1:]}")
-    if [entry["token_id"] for entry in entries] != tokens:
+    if len(entries) != len(tokens):
+        raise BadAnswer(f"{len(entries)} log-probs for {len(tokens)} tokens")
+    if [token for token, _ in entries] != tokens:
         raise BadAnswer("the log-probs are not those of the sampled tokens")
-    logprobs = [entry["logprob"] for entry in entries]
+    logprobs = [logprob for _, logprob in entries]
     if not all(math.isfinite(value) and FLOOR < value <= 0.0 for value in logprobs):
         raise BadAnswer(f"log-probs {logprobs} are not all finite and at most 0; are the weights finite?")
-    try:
-        versions = token_versions(spans or [], len(tokens))
-    except ValueError as error:
-        raise BadAnswer(str(error)) from error
+    if (np.diff(versions) < 0).any():
+        raise BadAnswer(f"weight versions {spans} go back; a server's weights only ever get newer")
     return Answer(np.array(tokens, np.int32), np.array(logprobs, np.float32), versions, reason)
+
+
+def check_versions(answer: Answer, oldest: int | None, newest: int | None) -> None:
+    """Raises BadAnswer where a token is older than version ``oldest`` or newer than ``newest``; None is no bound."""
+    first, last = int(answer.versions[0]), int(answer.versions[-1])  # they do not go back
+    if oldest is not None and first < oldest:
+        raise BadAnswer(f"sampled by version {first}, older than {oldest}, the oldest that loop.max_lag allows")
+    if newest is not None and last > newest:
+        raise BadAnswer(f"sampled by version {last}, newer than {newest}, the newest that can have been handed over")

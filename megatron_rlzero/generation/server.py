@@ -19,7 +19,7 @@ from megatron_rlzero.config import RESERVED_ENGINE_ARGS, Config
 from megatron_rlzero.generation import http
 from megatron_rlzero.generation.requests import ARGUMENT, ROUTE
 from megatron_rlzero.invariance.vllm import BACKEND, Settings
-from megatron_rlzero.kernels import attention, libraries
+from megatron_rlzero.kernels import backend, libraries
 
 MODULE = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
@@ -28,29 +28,45 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 #: seconds between SIGTERM and SIGKILL
 GRACE_S = 5.0
+#: seconds that a server of no more use gets to end by itself, so that its own end is what is reported
+END_S = 1.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
-    """A server that we started (``process`` and ``log`` are set) or attached to."""
+    """A server that we started (``process``, ``log`` and ``index`` are set) or attached to.
+
+    ``name`` is its own: ``origin``, or, where it is not the first of that origin, ``origin``.1, ``origin``.2 ...
+    """
 
     name: str
     url: str
     workers: int
     process: subprocess.Popen | None = None
     log: Path | None = None
+    index: int | None = None
+    origin: str = ""
 
     def check_alive(self) -> None:
         """Raises RuntimeError with the exit code and the end of the log if the child process has ended."""
         if self.process is not None and self.process.poll() is not None:
-            raise RuntimeError(f"{self.name} {how_it_ended(self.process)}; the end of {self.log}:\n{tail(self.log)}")
+            raise RuntimeError(f"{self.name} {how_it_ended(self.process)}{self.end_of_log()}")
 
-    def wait_dead(self, timeout_s: float) -> None:
-        """Raises as ``check_alive`` does if the child ends within ``timeout_s``; else returns after it."""
-        if self.process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout_s)
-            self.check_alive()
+    def end(self, reason: str) -> str:
+        """Ends a child that is of no more use, at once; how it ended: by itself, or for ``reason``."""
+        if self.process is None:
+            return f"({self.url}): {reason}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S)
+        itself = self.process.poll() is not None
+        with contextlib.suppress(ProcessLookupError):  # then nothing of it is left
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        return how_it_ended(self.process) if itself else f"(pid {self.process.pid}): {reason}"
+
+    def end_of_log(self) -> str:
+        """For an error message; nothing where we do not have its log."""
+        return f"; the end of {self.log}:\n{tail(self.log)}" if self.log is not None else ""
 
     def healthy(self, timeout_s: float) -> bool:
         """Whether /health answers 200 within ``timeout_s``."""
@@ -61,13 +77,14 @@ class Server:
         return True
 
 
-def start(config: Config, index: int) -> Server:
-    """Starts server ``index``; returns at once. Its output goes to RUN_DIR/server-INDEX.log."""
+def start(config: Config, index: int, name: str) -> Server:
+    """Starts server ``index``; returns at once. Its output goes to RUN_DIR/NAME.log."""
     rollout = config.rollout
     port = rollout.port + index if rollout.port else free_port()
-    log = Path(config.run_dir) / f"server-{index}.log"
+    log = Path(config.run_dir) / f"{name}.log"
     process = spawn(MODULE, flags(config, port), environment(config), log)
-    return Server(f"server-{index}", f"http://{LOOPBACK}:{port}", rollout.tensor_model_parallel_size, process, log)
+    url, workers = f"http://{LOOPBACK}:{port}", rollout.tensor_model_parallel_size
+    return Server(name, url, workers, process, log, index, f"server-{index}")
 
 
 def spawn(
@@ -172,7 +189,7 @@ def environment(config: Config) -> dict[str, str]:
     """A server's environment; with ``base_environment`` the only place where variables are set."""
     variables = base_environment()
     token_file = os.path.abspath(config.rollout.token_file) if config.rollout.token_file else ""
-    operators = (config.kernels, config.reduction_slices, attention.backend())
+    operators = (config.kernels, config.reduction_slices, backend.backend())
     family = os.path.abspath(config.model.family) if config.model.family else ""
     settings = Settings(config.rollout.temperature, *operators, token_file, family)
     variables.update(settings.to_environment())
@@ -210,7 +227,7 @@ def cpu_build() -> bool:
 
 def check_workers(server: Server) -> None:
     """Raises RuntimeError where a server has other workers than the tensor-parallel ranks that the refit plans for."""
-    found = http.get(f"{server.url}/get_world_size", timeout_s=30.0)["world_size"]
+    found = http.get(f"{server.url}/get_world_size", timeout_s=30.0).get("world_size")
     if found != server.workers:
         raise RuntimeError(
             f"{server.name} ({server.url}) has {found} workers and rollout.tensor_model_parallel_size = "
@@ -237,9 +254,9 @@ def check_plugin(server: Server) -> None:
     )
 
 
-def tail(log: Path | None, lines: int = 30) -> str:
+def tail(log: Path, lines: int = 30) -> str:
     """The last lines of a log file."""
-    if log is None or not log.exists():
+    if not log.exists():
         return "(no log)"
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 

@@ -39,7 +39,7 @@ class InitInfo(WeightTransferInitInfo):
     workers: int
     dtypes: dict[str, str]
     transfers: list[list[Any]]
-    attention: str
+    operators: str
     deadline_s: float
 
 
@@ -80,9 +80,9 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Every element of every tensor that this worker stages comes, padding of the vocabulary apart."""
         hf = read_config(self.model_config.model)
         settings = Settings.from_environment()
-        if self.aligned and settings.attention != self.info.attention:
+        if self.aligned and settings.operators != self.info.operators:
             raise ValueError(
-                f"{REFUSED}: attention is {self.info.attention} on the learner and {settings.attention} here; both "
+                f"{REFUSED}: operators are {self.info.operators} on the learner and {settings.operators} here; both "
                 "need machines of one kind, with g++ and AVX-512 or without"
             )
         if self.aligned:

@@ -7,7 +7,7 @@ fp32 log-prob differs in a byte, in any of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -26,8 +26,10 @@ TRACED = 64
 class Engine(Protocol):
     """What the probe asks of generation/engine.py."""
 
-    def begin_evaluation(self, greedy: bool, prompts: int, samples: int, concurrency: int) -> int: ...
-    def finish_evaluation(self, request: int) -> list[Rollout]: ...
+    def begin_evaluation(
+        self, greedy: bool, prompts: int, samples: int, concurrency: int, server: str | None = None
+    ) -> int: ...
+    def finish_evaluation(self, request: int, admit: Callable[[], None] | None = None) -> list[Rollout]: ...
 
 
 class Scorer(Protocol):
@@ -104,10 +106,23 @@ def grid(engine: Engine, learner: Scorer, prompts: int, tokens: int, response_to
     return rows
 
 
-def fixed_batch(engine: Engine, learner: Scorer, prompts: int, longest: int) -> Row:
-    """The loop's probe: one batch of at most LOOP_TOKENS tokens, the same prompts and noise every time."""
+def fixed_batch(
+    engine: Engine,
+    learner: Scorer,
+    prompts: int,
+    longest: int,
+    server: str | None = None,
+    admit: Callable[[], None] | None = None,
+) -> Row:
+    """The loop's probe: one batch of at most LOOP_TOKENS tokens, the same prompts and noise every time.
+
+    Args:
+        longest: tokens of the longest prompt and response.
+        server: the one to ask; None is all of them.
+        admit: see RolloutEngine.
+    """
     prompts = max(1, min(prompts, LOOP_TOKENS // longest))
-    rollouts = engine.finish_evaluation(engine.begin_evaluation(False, prompts, 1, 0))
+    rollouts = engine.finish_evaluation(engine.begin_evaluation(False, prompts, 1, 0, server), admit)
     return compare("all at once", "packed", rollouts, learner.score_rollouts(rollouts))
 
 

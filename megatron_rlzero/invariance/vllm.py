@@ -27,7 +27,7 @@ class Settings:
         temperature: divides the logits, for the draw and for the log-probs alike.
         kernels: aligned | stock, see Config.
         reduction_slices: see Config; the same number as on the learner.
-        attention: native | torch, see kernels/attention/dispatch.py; the same as on the learner.
+        operators: native | torch, see kernels/backend.py; the same as on the learner.
         token_file: see RolloutConfig.
         family: see ModelConfig; an absolute path.
     """
@@ -35,7 +35,7 @@ class Settings:
     temperature: float
     kernels: str
     reduction_slices: int
-    attention: str
+    operators: str
     token_file: str = ""
     family: str = ""
 
@@ -67,9 +67,9 @@ def register() -> None:
     )
     if settings.kernels == "aligned":
         from megatron_rlzero.invariance import vllm_layers
-        from megatron_rlzero.kernels import attention
+        from megatron_rlzero.kernels import backend
 
-        attention.choose(settings.attention)
+        backend.choose(settings.operators)
         vllm_layers.install(settings.reduction_slices, settings.temperature)
     elif settings.temperature != 1.0:
         _scale_logprobs(settings.temperature)

@@ -25,7 +25,7 @@ from megatron_rlzero.config import Learner as LearnerConfig
 from megatron_rlzero.config import Optimizer as OptimizerSettings
 from megatron_rlzero.invariance.megatron import PolicyModel, hybrid_stack_spec
 from megatron_rlzero.invariance.operators import OPERATORS
-from megatron_rlzero.kernels import attention, libraries
+from megatron_rlzero.kernels import backend, libraries
 from megatron_rlzero.learner import cpu
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,29 +65,29 @@ def initialise_distributed(config: Config) -> tuple[torch.device, dist.Store]:
         cpu.activate()
     timeout = timedelta(seconds=config.learner.timeout_s)
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    transport = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    dist.init_process_group(transport, store=store, rank=rank, world_size=size, timeout=timeout)
     make_parallel_groups(config.learner)
     if config.kernels == "aligned":
-        _agree_on_attention(store, rank, size)
+        _agree_on_operators(store, rank, size)
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), store
 
 
-def _agree_on_attention(store: dist.Store, rank: int, size: int) -> None:
-    """All ranks compute attention in one form; its library is compiled before the first step.
+def _agree_on_operators(store: dist.Store, rank: int, size: int) -> None:
+    """All ranks compute with one form of the operators; their libraries are compiled before the first step.
 
     Raises:
         RuntimeError: the machines would choose differently; names two ranks.
     """
-    mine = attention.backend()
-    store.set(f"attention/{rank}", mine)
-    theirs = [store.get(f"attention/{other}").decode() for other in range(size)]
+    mine = backend.backend()
+    store.set(f"operators/{rank}", mine)
+    theirs = [store.get(f"operators/{other}").decode() for other in range(size)]
     if other := [n for n, name in enumerate(theirs) if name != mine]:
         raise RuntimeError(
-            f"attention is {mine} on rank {rank} and {theirs[other[0]]} on rank {other[0]}: the ranks need machines of "
-            "one kind, with g++ and AVX-512 on all of them or on none"
+            f"operators are {mine} on rank {rank} and {theirs[other[0]]} on rank {other[0]}: the ranks need machines "
+            "of one kind, with g++ and AVX-512 on all of them or on none"
         )
-    attention.choose(mine)
+    backend.choose(mine)
 
 
 def make_parallel_groups(config: LearnerConfig) -> None:

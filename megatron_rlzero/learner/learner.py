@@ -19,6 +19,7 @@ from megatron_rlzero.kernels import tiles
 from megatron_rlzero.learner import cpu
 from megatron_rlzero.learner.batch import Batch, Microbatch
 from megatron_rlzero.learner.build import DTYPES, build
+from megatron_rlzero.learner.checkpoint import TrainingState
 from megatron_rlzero.learner.clip import GradientNorm
 from megatron_rlzero.learner.pack import pack
 from megatron_rlzero.learner.weights import Weights
@@ -62,6 +63,7 @@ class Learner:
 
     Attributes:
         weights: layout of the parameters and their exchange with Hugging Face names.
+        state: what a checkpoint keeps of model, optimizer and schedule.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -78,6 +80,7 @@ class Learner:
         self._sharded_gradients = config.learner.optimizer.use_distributed_optimizer and replicas > 1
         # The optimizer copied its main parameters before the weights were there.
         self.parts.optimizer.reload_model_params()
+        self.state = TrainingState(self.parts, self.weights)
 
     def backward(self, batch: Batch, likelihood: bool = False) -> Gradients:
         """Gradients of ``loop.objective`` over the whole batch, left in the parameters' ``main_grad``.

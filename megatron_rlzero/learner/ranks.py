@@ -45,15 +45,30 @@ class Ranks:
         log_pi = self.score(Batch.of(rollouts))[0].numpy()
         return np.split(log_pi, np.cumsum([len(r.tokens) for r in rollouts])[:-1])
 
-    def push(self, version: int) -> RefitStats:
-        """Hands the present weights to every server as ``version``."""
-        self._channel.send(Command("push", {"version": version}))
-        return self._refit.push(self._learner.weights.local, version)
+    def push(self, version: int, only: Sequence[str] | None = None) -> RefitStats:
+        """Hands the present weights to every server, or to those named, as ``version``."""
+        self._channel.send(Command("push", {"version": version, "only": only}))
+        return self._refit.push(self._learner.weights.local, version, only)
+
+    def attach(self, servers: Sequence[tuple[str, str, int]]) -> dict[str, str]:
+        """Has further servers (name, url, workers) take part in refits; those that could not, and why."""
+        self._channel.send(Command("attach", {}))
+        return self._refit.add(servers)
 
     def export(self, directory: str) -> None:
         """Writes the policy as a Hugging Face directory."""
         self._channel.send(Command("export", {"directory": directory}))
         self._learner.weights.export(directory, self._learner.config.model.path)
+
+    def save(self, directory: str) -> None:
+        """Writes the training state into a directory that is there."""
+        self._channel.send(Command("save", {"directory": directory}))
+        self._learner.state.save(directory)
+
+    def load(self, directory: str) -> None:
+        """Takes the training state from what ``save`` wrote. CheckpointError on every rank, where it does not fit."""
+        self._channel.send(Command("load", {"directory": directory}))
+        self._learner.state.load(directory)
 
     def stop(self) -> None:
         """Lets the other ranks leave ``follow``."""
@@ -71,8 +86,14 @@ def follow(learner: Learner, channel: Channel, refit: Refit | None) -> None:
             case "score":
                 learner.score(Batch.from_bytes(command.payload))
             case "push":
-                refit.push(learner.weights.local, command.arguments["version"])
+                refit.push(learner.weights.local, **command.arguments)
+            case "attach":
+                refit.add([])
             case "export":
                 learner.weights.export(command.arguments["directory"], learner.config.model.path)
+            case "save":
+                learner.state.save(command.arguments["directory"])
+            case "load":
+                learner.state.load(command.arguments["directory"])
             case kind:
                 raise ValueError(f"rank 0 sent the unknown command {kind!r}")

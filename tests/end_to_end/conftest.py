@@ -1,15 +1,20 @@
-"""A tiny Qwen3-MoE directory with a real tokenizer and chat template, problems for it, and a configuration."""
+"""A tiny Qwen3-MoE directory with a real tokenizer and chat template, problems for it, a configuration, an engine."""
 
 from __future__ import annotations
 
 import json
 import string
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_rlzero.config import Config
+from megatron_rlzero.generation.engine import RolloutEngine
+from megatron_rlzero.rollout import Rollout
+from tests.fake_server import FakeServer, Reply
 
 CHAT_TEMPLATE = (
     "{% for turn in messages %}<|{{ turn['role'] }}|>{{ turn['content'] }}<|end|>{% endfor %}"
@@ -117,3 +122,27 @@ def make_config(model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
         return config
 
     return make
+
+
+@pytest.fixture
+def attach(make_config):
+    """A function that attaches an engine to fake servers with the given replies."""
+    engines: list[RolloutEngine] = []
+
+    def start(
+        *replies: Reply, finished: Sequence[Rollout] = (), samples_per_prompt: int = 1, **rollout: Any
+    ) -> tuple[RolloutEngine, list[FakeServer], Config]:
+        config = make_config()
+        config.loop.samples_per_prompt = samples_per_prompt
+        for name, value in rollout.items():
+            setattr(config.rollout, name, value)
+        servers = [FakeServer(reply) for reply in replies]
+        config.rollout.urls = [server.url for server in servers]
+        engine = RolloutEngine(config, finished)
+        engines.append(engine)
+        engine.wait_ready()
+        return engine, servers, config
+
+    yield start
+    for engine in engines:
+        engine.close()

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,98 +13,12 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_rlzero.config import Config
 from megatron_rlzero.config import Environment as EnvironmentConfig
 from megatron_rlzero.generation.engine import RolloutEngine
 from megatron_rlzero.generation.grading import Graders
 from megatron_rlzero.generation.requests import ARGUMENT
 from megatron_rlzero.generation.schedule import prompts_of_update
-
-END = 1
-Reply = Callable[[int, dict[str, Any]], tuple[int, Any]]
-
-
-def good(body: dict[str, Any], version: int = 0) -> tuple[int, Any]:
-    """A correct answer of three tokens."""
-    tokens = [body["token_ids"][0], 7, END]
-    content = [{"token_id": token, "logprob": -0.5} for token in tokens]
-    choice = {
-        "token_ids": tokens,
-        "finish_reason": "stop",
-        "logprobs": {"content": content},
-        "weight_versions": [{"version": str(version), "start": 0, "end": 3}],
-    }
-    return 200, {"choices": [choice]}
-
-
-class FakeServer(ThreadingHTTPServer):
-    """Answers like vLLM; ``reply(n, body)`` gives the n-th answer to the same prompt and key, from 1."""
-
-    daemon_threads = True
-
-    def __init__(self, reply: Reply) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.reply = reply
-        self.bodies: list[dict[str, Any]] = []
-        self.lock = threading.Lock()
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no news here."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeServer
-
-    def do_GET(self) -> None:
-        self._send(200, {"world_size": 1} if self.path == "/get_world_size" else {})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
-        if "extra_args" not in body["sampling_params"]:
-            self._send(400, {"error": f"extra_args lacks {ARGUMENT}"})
-            return
-        with self.server.lock:
-            self.server.bodies.append(body)
-            same = [b for b in self.server.bodies if identity(b) == identity(body)]
-        self._send(*self.server.reply(len(same), body))
-
-    def _send(self, status: int, content: Any) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        """Quiet."""
-
-
-def identity(body: dict[str, Any]) -> tuple:
-    return tuple(body["token_ids"]), tuple(body["sampling_params"]["extra_args"][ARGUMENT]["key"] or ())
-
-
-@pytest.fixture
-def attach(make_config):
-    """A function that attaches an engine to fake servers with the given replies."""
-    engines: list[RolloutEngine] = []
-
-    def start(*replies: Reply, **rollout: Any) -> tuple[RolloutEngine, list[FakeServer], Config]:
-        config = make_config()
-        for name, value in rollout.items():
-            setattr(config.rollout, name, value)
-        servers = [FakeServer(reply) for reply in replies]
-        config.rollout.urls = [server.url for server in servers]
-        engine = RolloutEngine(config)
-        engines.append(engine)
-        engine.wait_ready()
-        return engine, servers, config
-
-    yield start
-    for engine in engines:
-        engine.close()
+from tests.fake_server import FakeServer, Handler, good, identity, retries
 
 
 def test_failed_responses_are_retried_with_their_key_then_recorded(attach) -> None:
@@ -138,6 +48,14 @@ def test_failed_responses_are_retried_with_their_key_then_recorded(attach) -> No
             assert (rollout.finish_reason, rollout.action_tokens) == ("stop", 3)
             assert rollout.attempts == (2 if rollout.item % 16 == 1 else 1)
             assert np.allclose(rollout.logprobs[rollout.action_mask], -0.5)
+    lines = [line for line in retries(config) if line["update"] == 0]
+    by_item = {r.item: len(r.tokens) - r.action_tokens for r in rollouts}
+    attempts = {item: [line["attempt"] for line in lines if line["item"] == item] for item in by_item}
+    assert attempts == {item: {0: [1, 2], 1: [1]}.get(item % 16, []) for item in by_item}
+    for line in lines:
+        assert "rerouted" not in line
+        assert line["prompt_tokens"] == by_item[line["item"]]
+        assert ("HTTP 500" if line["item"] % 16 == 0 else "finish_reason None") in line["reason"]
 
 
 def test_too_many_failures_stop_the_run(attach) -> None:
@@ -174,9 +92,11 @@ def test_the_deadline_records_a_slow_response_as_failed(attach, make_config) -> 
 
 
 def test_prompts_start_when_the_version_allows_and_load_is_spread(attach) -> None:
+    version = 0
+
     def reply(n: int, body: dict[str, Any]) -> tuple[int, Any]:
         time.sleep(0.05)
-        return good(body)
+        return good(body, version)
 
     engine, servers, config = attach(reply, reply)
     number = config.loop.prompts_per_update
@@ -188,10 +108,12 @@ def test_prompts_start_when_the_version_allows_and_load_is_spread(attach) -> Non
     time.sleep(0.5)
     assert sum(len(server.bodies) for server in servers) == 2 * number  # max_lag is 1: update 2 waits
     assert min(len(server.bodies) for server in servers) >= number // 2
+    version = 1
     engine.set_version(1)
     engine.take(2)
-    engine.detach("server-0")
+    engine.detach("server-0", "for this test")
     before = [len(server.bodies) for server in servers]
+    version = 2
     engine.set_version(2)
     engine.take(3)
     assert len(servers[0].bodies) == before[0]

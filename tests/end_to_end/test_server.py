@@ -30,6 +30,7 @@ from megatron_rlzero.generation import http, requests
 from megatron_rlzero.generation.engine import RolloutEngine
 from megatron_rlzero.generation.refit import Refit
 from megatron_rlzero.generation.requests import Answer
+from megatron_rlzero.generation.server import free_port
 from megatron_rlzero.resharding.layout import Box, Layout, Piece, whole_tensors
 
 LONG = 400
@@ -43,6 +44,7 @@ Weights = dict[str, Tensor]
 def config(make_config) -> Config:
     config = make_config()
     config.rollout.max_response_tokens = LONG
+    config.rollout.max_restarts = 0
     return config
 
 
@@ -140,7 +142,7 @@ def test_refit_equals_a_fresh_server(
     fresh = generate(engine, 40)
     stats = refit.push(weights[1], 1)
     assert stats.bytes == sum(tensor.numel() * 4 for tensor in weights[1].values())
-    assert stats.detached == ()
+    assert stats.detached == {}
     other = generate(engine, 40)
     for prompt, answer in zip(PROMPTS, other, strict=True):
         assert np.abs(answer.logprobs - reference(directories[1], prompt, answer)).max() < 1e-4
@@ -209,6 +211,7 @@ shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
 store = TCPStore("127.0.0.1", int(sys.argv[3]), 2, False)
 dtypes = dict.fromkeys(shapes, torch.float32)
 refit = Refit([], 1, 2, halves(shapes), engine_layout_of(sys.argv[5]), dtypes, store, "gloo", "lo", 30.0)
+refit.add([])
 mine = local_half(weights, 1)
 refit.push(mine, int(sys.argv[4]))
 bad = {name: tensor.clone() for name, tensor in mine.items()}
@@ -255,7 +258,11 @@ def test_refit_from_two_ranks(
     arguments = [str(Path(__file__).parent), str(file), str(store.port), str(number), str(directories[0])]
     other = subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
     dtypes = dict.fromkeys(shapes, torch.float32)
-    refit = Refit(servers, 0, 2, halves(shapes), engine_layout_of(directories[0]), dtypes, store, "gloo", "lo", 30.0)
+    refit = Refit([], 0, 2, halves(shapes), engine_layout_of(directories[0]), dtypes, store, "gloo", "lo", 30.0)
+    gone = ("gone", f"http://127.0.0.1:{free_port()}", 1)
+    faults = refit.add([gone, *servers])
+    assert faults.keys() == {"gone"}
+    assert "refused" in faults["gone"]
     stats = refit.push(local_half(weights[0], 0), number)
     assert stats.bytes == sum(tensor.numel() * 4 for tensor in weights[0].values())
     assert version(engine) == str(number)
@@ -290,12 +297,13 @@ def test_updates_evaluations_and_the_bound_on_lag(engine: RolloutEngine, config:
         seen += [rollout.item for rollout in rollouts]
     assert len(set(seen)) == len(seen)
     time.sleep(1.0)
-    engine.check_alive()
+    assert engine.joining() == []
     assert not engine.connection.poll()  # update 2 waits for version 1
     first, second, greedy = engine.evaluate(False), engine.evaluate(False), engine.evaluate(True)
     assert len(first) == config.eval.prompts
     assert [r.tokens.tolist() for r in first] == [r.tokens.tolist() for r in second]
     assert [r.tokens.tolist() for r in first] != [r.tokens.tolist() for r in greedy]
+    engine.label_weights(1)
     engine.set_version(1)
     assert len(engine.take(2)) == config.loop.prompts_per_update
 
@@ -308,7 +316,7 @@ def test_a_killed_server_ends_the_wait(engine: RolloutEngine) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=rf"server-0 \(pid {server.process.pid}\) was killed by SIGKILL"):
         engine.take(4)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 8.0
     assert survivors(children, 5.0) == []
     engine.close()
     engine.close()

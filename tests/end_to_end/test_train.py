@@ -83,7 +83,7 @@ def test_a_run_from_start_to_export(config):
 
 
 def test_a_killed_server_ends_the_run(config):
-    config.loop.updates = 100_000
+    config.loop.updates, config.rollout.max_restarts = 100_000, 0
     process, output = start(config)
     try:
         metrics = Path(config.run_dir, "metrics.jsonl")

@@ -1,7 +1,9 @@
-"""Every kernel test: uninitialised memory holds NaN, and the number of threads is put back."""
+"""Every kernel test: uninitialised memory holds NaN, and the number of threads is put back; the forms of operators."""
 
 import pytest
 import torch
+
+from megatron_rlzero.kernels import backend, compiler
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +16,12 @@ def poisoned():
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=backend.BACKENDS)
+def form(request, monkeypatch):
+    """native | torch, the backend of this test."""
+    if request.param == "native" and not compiler.usable():
+        pytest.skip("no compiler, or no AVX-512")
+    monkeypatch.setattr(backend, "_chosen", request.param)
+    return request.param

@@ -3,22 +3,15 @@
 import pytest
 import torch
 
-from megatron_rlzero.kernels.attention import attention, compiler, dispatch
-from megatron_rlzero.kernels.attention.dispatch import BACKENDS
+from megatron_rlzero.kernels.attention import attention
 from tests.kernels.checks import DTYPES, FP32, error, errors, rounded_once, tolerance
+
+pytestmark = pytest.mark.usefixtures("form")
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 SCALE = DIM**-0.5
 #: Each side of the row tile, the key block and the query chunk; several documents of one padded length.
 LENGTHS = [1, 2, 15, 16, 17, 37, 127, 128, 129, 256, 257, 300, 513, 700, 31, 1, 290]
-
-
-@pytest.fixture(autouse=True, params=BACKENDS)
-def form(request, monkeypatch):
-    """Every test here runs with both forms of attention."""
-    if request.param == "native" and not compiler.usable():
-        pytest.skip("no compiler, or no AVX-512")
-    monkeypatch.setattr(dispatch, "_chosen", request.param)
 
 
 def make(lengths, dtype=FP32, heads=HEADS, kv_heads=KV_HEADS, dim=DIM):

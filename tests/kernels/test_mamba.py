@@ -1,4 +1,4 @@
-"""Mamba-2 scan: the recurrence in float64, and bits of a document and of a group that nothing else changes."""
+"""Mamba-2 scan, both forms: the recurrence in float64, and bits of a document and of a group that nothing changes."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.mamba import buffers, layout, scan
 from tests.kernels.checks import DTYPES, FP32, error, errors, rounded_once, tolerance, with_gradients
 from tests.oracle import selective_scan
+
+pytestmark = pytest.mark.usefixtures("form")
 
 Q = tiles.CHUNK
 LENGTHS = [1, 3 * Q + 5, 1, Q - 1, Q, 3, Q + 1, 2 * Q]
@@ -72,6 +74,16 @@ def test_states_that_die_out_within_a_chunk():
     assert max(errors(found, wanted, inputs)) < tolerance(FP32)
 
 
+@pytest.mark.parametrize(("log", "zero"), [(-55.4, False), (-55.5, True)])
+def test_what_is_left_of_a_token_is_zero_from_a_stated_size_on(log, zero):
+    assert (torch.tensor(log).exp() <= tiles.FAINT) == zero
+    one, scalar = torch.ones(2, 1, 8), torch.ones(1)
+    x = torch.stack((one[0], 0 * one[1]))
+    y = scan(x, torch.tensor([[0.0], [-log]]), -scalar, one, one, 0 * scalar, 0 * scalar, [2])[1]
+    assert bool((y == 0).all()) == zero
+    assert bool(y.isfinite().all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_packed_documents_have_the_bits_of_each_alone(dtype, sizes):
@@ -89,6 +101,25 @@ def test_packed_documents_have_the_bits_of_each_alone(dtype, sizes):
         for k in (0, 1, 3, 4):
             assert torch.equal(found[k], grads[k][tokens])
         assert torch.equal(found[7], grads[7][document])
+
+
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]])
+def test_many_chunks(sizes):
+    """More than lie between two states that are kept for the backward pass."""
+    lengths = [17 * Q + 5, 8 * Q, 8 * Q + 1, 2]
+    inputs = make(sum(lengths), sizes, FP32, len(lengths))
+    inputs[2] /= 100  # states reach from end to end
+    assert max(errors(bind(scan, lengths), bind(selective_scan, lengths), inputs)) < tolerance(FP32)
+    tokens, cotangent = slice(lengths[0], sum(lengths[:2])), torch.zeros_like(inputs[0])
+    cotangent[tokens] = 1
+    alone = [t.requires_grad_() for t in part(inputs, tokens, slice(1, 2))]
+    wanted = torch.autograd.grad(bind(scan, lengths[1:2])(*alone), alone, cotangent[tokens])
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    found = torch.autograd.grad(bind(scan, lengths)(*leaves), leaves, cotangent)
+    for k in (0, 1, 3, 4):
+        assert torch.equal(found[k][tokens], wanted[k])
+        assert not bool(found[k][: lengths[0]].any())
+    assert torch.equal(found[7][1:2], wanted[7])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,6 +151,14 @@ def test_threads_and_the_order_of_the_work_change_no_bit(dtype, monkeypatch):
             monkeypatch.setattr(layout, name, value)
         layout._batches.cache_clear()
         assert all(map(torch.equal, with_gradients(bind(scan, LENGTHS), inputs), wanted)), (threads, moved)
+
+
+@pytest.mark.parametrize("form", ["torch"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_chunks_are_noticed(dtype, monkeypatch):
+    inputs = make(sum(LENGTHS), (8, 64, 2, 128), dtype, len(LENGTHS))
+    wanted = with_gradients(bind(scan, LENGTHS), inputs)
+    layout._batches.cache_clear()
     monkeypatch.setattr(tiles, "CHUNK", 2 * Q)
     other = with_gradients(bind(scan, LENGTHS), inputs)
     assert dtype != FP32 or not torch.equal(other[0], wanted[0])
@@ -152,5 +191,7 @@ def test_what_does_not_fit_is_refused():
             scan(*inputs, lengths)
     with pytest.raises(TypeError, match="bfloat16"):
         scan(*inputs[:2], inputs[2].bfloat16(), *inputs[3:], [5])
+    with pytest.raises(ValueError, match=r"initial states torch\.float32 \(2, 4, 16, 16\); expected are fp32 \(1, 4"):
+        scan(*inputs, [5], initial=torch.zeros(2, 4, 16, 16))
     with pytest.raises(ValueError, match="divides the heads"):
         scan(*inputs[:3], *(t.repeat(1, 3, 1) for t in inputs[3:5]), *inputs[5:], [5])

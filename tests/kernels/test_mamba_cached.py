@@ -1,4 +1,4 @@
-"""Mamba-2 scan with a cache: the bits of the packed scan under every schedule, whatever lies in the cache."""
+"""Mamba-2 scan with a cache, both forms: the bits of the packed scan under every schedule, whatever a cache holds."""
 
 import random
 
@@ -9,6 +9,8 @@ from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.mamba import Cache, buffers, scan, scan_cached
 from tests.kernels.checks import DTYPES, FP32
 from tests.kernels.test_mamba import LENGTHS, LIMIT, SIZES, Q, bind, make
+
+pytestmark = pytest.mark.usefixtures("form")
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +110,7 @@ def test_threads_change_no_bit():
     assert torch.equal(run(inputs, LENGTHS, steps), wanted)
 
 
+@pytest.mark.parametrize("form", ["torch"], indirect=True)
 def test_few_rows_alone_are_not_the_same(monkeypatch):
     """With one row per product, as a step would be without tiles, the library takes other code."""
     inputs = make(sum(LENGTHS), (8, 64, 2, 128))

@@ -1,12 +1,12 @@
-"""The compiled attention: torch's form within rounding, one result from two instruction sets, and its refusals."""
+"""The compiled attention: torch's form within rounding, one result from two instruction sets; the choice of a form."""
 
 import shutil
 
 import pytest
 import torch
 
-from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.attention import attention, backend, choose, compiler, dispatch, native, reference
+from megatron_rlzero.kernels import backend, compiler, tiles
+from megatron_rlzero.kernels.attention import attention, native, reference
 from tests.kernels.checks import BF16, DTYPES, FP32, error, rounded_once, tolerance
 from tests.kernels.test_attention import oracle
 
@@ -16,7 +16,7 @@ LENGTHS = [1, 5, 17, 128, 129, 300, 2]
 
 @pytest.fixture(autouse=True)
 def no_choice(monkeypatch):
-    monkeypatch.setattr(dispatch, "_chosen", "")
+    monkeypatch.setattr(backend, "_chosen", "")
 
 
 def make(lengths, dtype=FP32, heads=4, kv_heads=2, dim=32):
@@ -51,8 +51,8 @@ def test_another_instruction_set_gives_the_same_bits(monkeypatch, dtype, flags):
     """The order of every sum is the source's, not the compiler's."""
     inputs = make(LENGTHS, dtype, dim=24)
     wanted = native.attention(*inputs, LENGTHS, 0.2)
-    other = compiler.compiled((*compiler.FLAGS, *flags))
-    monkeypatch.setattr(native, "compiled", lambda: other)
+    other = compiler.compiled("attention", (*compiler.FLAGS, *flags))
+    monkeypatch.setattr(native, "compiled", lambda name: other)
     assert torch.equal(native.attention(*inputs, LENGTHS, 0.2), wanted)
     assert not torch.equal(reference.attention(*inputs, LENGTHS, 0.2), wanted)
 
@@ -112,34 +112,34 @@ def test_another_dtype_is_refused():
 
 
 def test_the_choice(monkeypatch):
-    with pytest.raises(ValueError, match="attention = other: expected is one of native, torch"):
-        choose("other")
-    assert backend() == ("native" if compiler.usable() else "torch")
+    with pytest.raises(ValueError, match="operators = other: expected is one of native, torch"):
+        backend.choose("other")
+    assert backend.backend() == ("native" if compiler.usable() else "torch")
     inputs = make([20])
-    choose("torch")
-    assert backend() == "torch"
+    backend.choose("torch")
+    assert backend.backend() == "torch"
     assert torch.equal(attention(*inputs, [20], 0.2), reference.attention(*inputs, [20], 0.2))
     if compiler.usable():
-        choose("native")
+        backend.choose("native")
         assert torch.equal(attention(*inputs, [20], 0.2), native.attention(*inputs, [20], 0.2))
 
 
 def test_without_a_compiler(monkeypatch):
     monkeypatch.setattr(compiler, "COMPILER", "no-such-compiler")
-    assert backend() == "torch"
-    with pytest.raises(RuntimeError, match="attention = native needs the compiler no-such-compiler"):
-        choose("native")
+    assert backend.backend() == "torch"
+    with pytest.raises(RuntimeError, match="operators = native needs the compiler no-such-compiler"):
+        backend.choose("native")
 
 
 @pytest.mark.skipif(shutil.which(compiler.COMPILER) is None, reason="no compiler")
 def test_the_library_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = (*compiler.FLAGS, "-O0")
-    compiler.compiled.__wrapped__(flags)
+    compiler.compiled.__wrapped__("attention", flags)
     (path,) = (tmp_path / "megatron_rlzero").iterdir()
     made = path.stat().st_mtime_ns
-    compiler.compiled.__wrapped__(flags)
+    compiler.compiled.__wrapped__("attention", flags)
     assert path.stat().st_mtime_ns == made
     with pytest.raises(RuntimeError, match="no-such-flag"):
-        compiler.compiled.__wrapped__((*compiler.FLAGS, "-fno-such-flag"))
+        compiler.compiled.__wrapped__("attention", (*compiler.FLAGS, "-fno-such-flag"))
     assert [path] == list((tmp_path / "megatron_rlzero").iterdir())

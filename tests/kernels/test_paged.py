@@ -6,20 +6,13 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.attention import attention, compiler, dispatch, paged_attention, plan
-from megatron_rlzero.kernels.attention.dispatch import BACKENDS
+from megatron_rlzero.kernels.attention import attention, paged_attention, plan
 from tests.kernels.checks import DTYPES, FP32
+
+pytestmark = pytest.mark.usefixtures("form")
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 LENGTHS = [1, 5, 127, 128, 129, 300, 17, 700, 40, 260]
-
-
-@pytest.fixture(autouse=True, params=BACKENDS)
-def form(request, monkeypatch):
-    """Every test here runs with both forms of attention."""
-    if request.param == "native" and not compiler.usable():
-        pytest.skip("no compiler, or no AVX-512")
-    monkeypatch.setattr(dispatch, "_chosen", request.param)
 
 
 def make(lengths, dtype, heads=HEADS, kv_heads=KV_HEADS, dim=DIM):

@@ -75,7 +75,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path):
             log.update(update, {"reward/mean": update / 4})
     events = EventAccumulator(str(log.run_dir / "tensorboard"))
     events.Reload()
-    scalars = [(tensor.step, tensor.tensor_proto.float_val[0]) for tensor in events.Tensors("reward/mean")]
+    scalars = [(event.step, event.value) for event in events.Scalars("reward/mean")]
     assert scalars == [(0, 0.0), (1, 0.25), (2, 0.5)]
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from megatron_rlzero.limits import CHOICES
 from megatron_rlzero.objectives import CLIP, DELTA, OBJECTIVES
-from megatron_rlzero.validation import CHOICES
 from tests.unit.setups import violations
 
 

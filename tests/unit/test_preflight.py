@@ -5,7 +5,9 @@ import os
 import socket
 
 import pytest
+from omegaconf import OmegaConf
 
+from megatron_rlzero.config_io import parse
 from megatron_rlzero.validation import load
 from tests.unit.setups import HF, violations, write_model
 
@@ -150,8 +152,18 @@ def test_run_directory(empty, good, tmp_path):
     assert violations(empty, good, starting=True) == []  # what a start that failed leaves
     (run / "metrics.jsonl").write_text("{}\n")
     (found,) = violations(empty, good, starting=True)
-    assert found == f"run_dir = {run}: already holds a run; remove it or choose another directory"
+    assert found.startswith(f"run_dir = {run}: already holds a run; remove it, choose another directory, or set check")
     assert violations(empty, good, starting=False) == []
+    resumed = [*good, "checkpoint.resume=true"]
+    (found,) = violations(empty, resumed, starting=True)
+    assert found.startswith(f"run_dir = {run}: a run without a readable config.yaml")
+    OmegaConf.save(OmegaConf.structured(parse(empty, resumed).config), run / "config.yaml")
+    assert violations(empty, [*resumed, "learner.world_size=1", "loop.updates=7"], starting=True) == []
+    found = violations(empty, [*resumed, "seed=2", "environment.size=400"], starting=True)
+    assert found == [
+        "seed = 2: the run in run_dir began with 1; set it back, or choose another run_dir",
+        "environment.size = 400: the run in run_dir began with 500; set it back, or choose another run_dir",
+    ]
     (found,) = violations(empty, [*good, f"run_dir={run}/metrics.jsonl/deeper"], starting=True)
     assert "cannot write in" in found
 

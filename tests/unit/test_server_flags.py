@@ -7,7 +7,7 @@ import pytest
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation import server
 from megatron_rlzero.invariance.vllm import VARIABLE, Settings
-from megatron_rlzero.kernels import attention
+from megatron_rlzero.kernels.backend import backend
 
 
 def configuration(directory, kernels: str, tp: int, hf: dict) -> Config:
@@ -46,6 +46,6 @@ def test_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "inherited")
     monkeypatch.setattr(server, "cpu_build", lambda: True)
     aligned, stock = (server.environment(configuration(tmp_path, k, 1, {})) for k in ("aligned", "stock"))
-    assert Settings(**json.loads(aligned[VARIABLE])) == Settings(0.5, "aligned", 8, attention.backend())
+    assert Settings(**json.loads(aligned[VARIABLE])) == Settings(0.5, "aligned", 8, backend())
     assert aligned["ONEDNN_MAX_CPU_ISA"] not in ("inherited", None)
     assert "ONEDNN_MAX_CPU_ISA" not in stock

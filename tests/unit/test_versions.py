@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_rlzero.generation.requests import BadAnswer, parse
+from megatron_rlzero.generation.requests import BadAnswer, check_versions, parse
 from megatron_rlzero.generation.versions import recomputed_tokens, token_versions
 from megatron_rlzero.rollout import Rollout
 
@@ -45,20 +45,60 @@ def answer(tokens: list[int], reason: str | None, logprobs: list[float] | None =
     return {"choices": [{**choice, "weight_versions": [span("0", 0, len(tokens))]}]}
 
 
-def test_answers_are_checked() -> None:
+def changed(**fields: object) -> dict:
+    """A good answer of tokens 5, 1 but for these fields of its choice."""
+    good = answer([5, 1], "stop")
+    return {"choices": [good["choices"][0] | fields]}
+
+
+def entries(*pairs: tuple) -> dict:
+    return {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]}
+
+
+def test_good_answers_are_taken() -> None:
     assert parse(answer([5, 1], "stop"), 4, {1}).finish_reason == "stop"
     assert parse(answer([5, 6, 7, 8], "length"), 4, {1}).versions.tolist() == [0] * 4
-    bad = {
-        "no reason": answer([5, 1], None),
-        "stop without an end token": answer([5, 6], "stop"),
-        "length before the limit": answer([5, 6], "length"),
-        "abort": answer([5, 6], "abort"),
-        "nothing": answer([], "stop"),
-        "not a number": answer([5, 1], "stop", [-1.0, -9999.0]),
-        "error": {"error": "gone"},
-    }
-    other = answer([5, 1], "stop")
-    other["choices"][0]["logprobs"]["content"][0]["token_id"] = 6
-    for case in [*bad.values(), other]:
-        with pytest.raises(BadAnswer):
-            parse(case, 4, {1})
+    newer = changed(weight_versions=[span("2", 0, 1), span("3", 1, 2)])
+    assert parse(newer, 4, {1}).versions.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (answer([5, 1], None), "finish_reason None"),
+        (answer([5, 6], "stop"), "finish_reason 'stop' does not fit"),
+        (answer([5, 6], "length"), "finish_reason 'length' does not fit"),
+        (answer([5, 6], "abort"), "finish_reason 'abort'"),
+        (answer([], "stop"), "weight_versions"),
+        (answer([5, 1], "stop", [-1.0, -9999.0]), "not all finite"),
+        (answer([5, 1], "stop", [-1.0, float("nan")]), "not all finite"),
+        (answer([5, 1], "stop", [-1.0, 0.5]), "not all finite and at most 0"),
+        ({"error": "gone"}, "lacks a field.*choices"),
+        ([], "lacks a field"),
+        (None, "lacks a field"),
+        ({"choices": []}, "lacks a field"),
+        (changed(token_ids=None), "lacks a field"),
+        (changed(logprobs=None), "lacks a field"),
+        (changed(logprobs={"content": [{"token_id": 5}, {"token_id": 1}]}), "lacks a field.*logprob"),
+        (changed(logprobs=entries((5, None), (1, -1.0))), "lacks a field"),
+        (changed(logprobs=entries((5, -1.0))), "1 log-probs for 2 tokens"),
+        (changed(logprobs=entries((5, -1.0), (5, -1.0), (1, -1.0))), "3 log-probs for 2 tokens"),
+        (changed(logprobs=entries((6, -1.0), (1, -1.0))), "not those of the sampled tokens"),
+        (changed(weight_versions=None), "do not cover 2 tokens"),
+        (changed(weight_versions=[span("3", 0, 1), span("2", 1, 2)]), "go back"),
+        (changed(weight_versions=[span("default", 0, 2)]), "is no number"),
+    ],
+)
+def test_bad_answers_are_named(bad: object, reason: str) -> None:
+    with pytest.raises(BadAnswer, match=reason):
+        parse(bad, 4, {1})
+
+
+def test_versions_have_bounds() -> None:
+    taken = parse(changed(weight_versions=[span("2", 0, 1), span("3", 1, 2)]), 4, {1})
+    for oldest, newest in ((2, 3), (None, 3), (2, None), (None, None), (0, 9)):
+        check_versions(taken, oldest, newest)
+    with pytest.raises(BadAnswer, match="version 2, older than 3"):
+        check_versions(taken, 3, 3)
+    with pytest.raises(BadAnswer, match="version 3, newer than 2"):
+        check_versions(taken, 2, 2)

@@ -48,6 +48,15 @@ inline Vector exponential(Vector x) {
   return x < -87.0f ? Vector{} : y * (Vector)power;
 }
 
+// log(1 + exp(x)) within three units in the last place: max(x, 0) + log(1 + u) with u = exp(-|x|). With v = u / (2 + u)
+// <= 1/3, log(1 + u) is 2 v times the series of v^2, of which nine terms count. NaN gives NaN.
+inline Vector softplus(Vector x) {
+  const Vector u = exponential((Vector)((Bits)x | 0x80000000u)), v = u / (2.0f + u), square = v * v;
+  Vector y = all(1.0f / 17);
+  for (int odd = 15; odd > 0; odd -= 2) y = fma(y, square, all(1.0f / odd));
+  return (x > 0.0f ? x : Vector{}) + 2.0f * v * y;
+}
+
 inline Vector widen(const float* x) { return load(x); }
 inline Vector widen(const uint16_t* x) {
   return (Vector)(__builtin_convertvector(*reinterpret_cast<const Halves*>(x), Bits) << 16);
@@ -84,6 +93,21 @@ inline void exchange(Vector* x, std::integer_sequence<int, L...>) {
     x[i] = __builtin_shufflevector(a, b, (L & S ? int(LANES) + L - S : L)...);
     x[i + S] = __builtin_shufflevector(a, b, (L & S ? int(LANES) + L : L + S)...);
   }
+}
+
+// The sum of the lanes of each of 16 vectors, x destroyed: l and l + 8, then l and l + 4, l and l + 2, l and l + 1.
+template <int S, int... L>
+inline void halve(Vector* x, std::integer_sequence<int, L...>) {
+  for (int i = 0; i < S; ++i) {
+    const Vector a = x[i], b = x[i + S];
+    x[i] = __builtin_shufflevector(a, b, (L & S ? int(LANES) + L - S : L)...) +
+           __builtin_shufflevector(a, b, (L & S ? int(LANES) + L : L + S)...);
+  }
+}
+inline Vector totals(Vector* x) {
+  constexpr auto lanes = std::make_integer_sequence<int, LANES>{};
+  halve<8>(x, lanes), halve<4>(x, lanes), halve<2>(x, lanes), halve<1>(x, lanes);
+  return x[0];
 }
 
 }  // namespace

@@ -1,0 +1,47 @@
+"""The one choice between the two forms of the operators that have two: native and torch.
+
+Native is C++ in an operator's folder, compiled on demand; torch is what it is tested against, and what computes where
+there is no compiler, no AVX-512, or no CPU. They agree within rounding, not to the bit: learner and engine must take
+the same.
+"""
+
+from torch import Tensor
+
+from megatron_rlzero.kernels import compiler
+
+BACKENDS = ("native", "torch")
+_chosen = ""
+
+
+def backend() -> str:
+    """native | torch: what computes tensors in host memory in this process.
+
+    Unless ``choose`` was called, native where this machine can compile and run it.
+    """
+    return _chosen or BACKENDS[not compiler.usable()]
+
+
+def choose(name: str) -> None:
+    """Fixes ``backend`` for this process, and compiles what it needs.
+
+    Raises:
+        ValueError: no backend has that name.
+        RuntimeError: native cannot be compiled or run here.
+    """
+    global _chosen
+    if name not in BACKENDS:
+        raise ValueError(f"operators = {name}: expected is one of {', '.join(BACKENDS)}")
+    if name == "native":
+        if not compiler.usable():
+            raise RuntimeError(
+                f"operators = native needs the compiler {compiler.COMPILER} and a CPU with AVX-512; "
+                "learner and engine have to run on machines of one kind"
+            )
+        for library in compiler.LIBRARIES:
+            compiler.compiled(library)
+    _chosen = name
+
+
+def native(x: Tensor) -> bool:
+    """Whether the native form computes tensors that lie where ``x`` does."""
+    return x.device.type == "cpu" and backend() == "native"

@@ -1,0 +1,147 @@
+"""The client process when servers die, come back or are asked alone, and what it gives to a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_rlzero.generation.client import Client
+from megatron_rlzero.generation.engine import BadServer
+from megatron_rlzero.generation.rotation import Rotation, session
+from megatron_rlzero.generation.sampler import Sampler, Task
+from megatron_rlzero.generation.schedule import Prompt
+from megatron_rlzero.rollout import Rollout
+from tests.fake_server import FakeServer, good, identity, retries
+
+
+def test_a_death_in_mid_request_is_nobodys_attempt(attach) -> None:
+    release = threading.Event()
+
+    def hold(n: int, body: dict[str, Any]) -> tuple[int, Any]:
+        release.wait(30.0)
+        return good(body)
+
+    engine, (dying, other), config = attach(hold, lambda n, body: good(body), max_retries=0, max_failed_fraction=0.0)
+    engine.set_version(0)
+    while not dying.bodies:
+        time.sleep(0.01)
+    asked = len(dying.bodies)
+    dying.die()
+    rollouts = engine.take(0)
+    release.set()
+    assert {(r.finish_reason, r.attempts) for r in rollouts} == {("stop", 1)}
+    assert [s.name for s in engine.servers] == ["server-1"]
+    identities = {identity(body) for body in dying.bodies}
+    assert identities <= {identity(body) for body in other.bodies}
+    lines = retries(config)
+    assert len(lines) >= asked
+    assert {(line["rerouted"], line["attempt"]) for line in lines} == {(True, 1)}
+    assert "connection failed" in lines[0]["reason"]
+
+
+def test_the_deadline_waits_for_a_server(make_config) -> None:
+    config, server = make_config(), FakeServer(lambda n, body: good(body))
+    config.rollout.deadline_s = 2.0
+
+    class Right:
+        async def grade(self, *_: Any) -> float:
+            return 1.0
+
+    async def run() -> Rollout:
+        sampler = Sampler(config)
+        async with session() as connections, asyncio.TaskGroup() as tasks:
+            rotation = sampler.rotation = Rotation(connections, tasks, print)
+            sampler.graders = Right()
+            response = asyncio.create_task(sampler.respond(Task(0, Prompt(0, 0), 0), []))
+            await asyncio.sleep(2.5)
+            assert not response.done()
+            rotation.watch(server.url)
+            rotation.open(server.url)
+            rollout = await response
+            rotation.remove(server.url, "the test is over")
+        return rollout
+
+    rollout = asyncio.run(run())
+    assert (rollout.finish_reason, rollout.attempts, rollout.reward) == ("stop", 1, 1.0)
+
+
+def test_requests_wait_for_a_server_that_is_let_in(attach) -> None:
+    engine, (server,), _ = attach(lambda n, body: good(body), max_retries=0, max_failed_fraction=0.0)
+    server.die()
+    engine.set_version(0)
+    returned, let_in = [], []
+
+    def admit() -> None:
+        (joined,) = engine.joining()
+        request = engine.begin_evaluation(False, 4, 1, 0, server=joined.name)
+        assert len(engine.finish_evaluation(request)) == 4
+        assert {body["request_id"].split("-")[0] for body in returned[0].bodies} == {"eval"}  # nobody else asks it
+        let_in.append(joined.name)
+        engine.attach(joined)
+
+    threading.Timer(0.5, lambda: returned.append(FakeServer(port=server.server_port))).start()
+    rollouts = engine.take(0, admit)
+    assert let_in == ["server-0.1"]
+    assert {(r.finish_reason, r.attempts) for r in rollouts} == {("stop", 1)}
+
+
+def test_an_evaluation_of_one_server_says_what_is_wrong_with_it(attach) -> None:
+    engine, (server, other), config = attach(lambda n, body: good(body), lambda n, body: good(body), max_retries=0)
+    server.reply = lambda n, body: (500, {"error": "planted"})
+    for fault, reply in (("HTTP 500", None), ("planted", lambda n, body: (400, {"error": "planted"}))):
+        server.reply = reply or server.reply
+        with pytest.raises(BadServer, match=fault):
+            engine.finish_evaluation(engine.begin_evaluation(False, 2, 1, 0, server="server-0"))
+    server.die()
+    with pytest.raises(BadServer, match=r"connection failed|is gone|health"):
+        engine.finish_evaluation(engine.begin_evaluation(False, 2, 1, 0, server="server-0"))
+    with pytest.raises(BadServer, match="server-7 is gone"):
+        engine.finish_evaluation(engine.begin_evaluation(False, 2, 1, 0, server="server-7"))
+    assert len(engine.evaluate(False)) == config.eval.prompts
+    assert len(other.bodies) == config.eval.prompts
+    other.die()
+    with pytest.raises(RuntimeError, match=r"no server is left; the last one: server-1 \(http.*failed"):
+        engine.evaluate(False)
+
+
+def test_finished_responses_are_handed_back_and_not_asked_for_again(attach, make_config) -> None:
+    release = threading.Event()
+
+    def reply(n: int, body: dict[str, Any]) -> tuple[int, Any]:
+        if identity(body)[1][3] == 1:  # every second sample
+            release.wait(30.0)
+        return good(body)
+
+    engine, (server,), config = attach(reply, samples_per_prompt=2)
+    number = config.loop.prompts_per_update
+    engine.set_version(0)
+    while len(engine.finished(0)) < 2 * number:  # of updates 0 and 1, which max_lag allows
+        time.sleep(0.05)
+    partial = engine.finished(1)
+    assert [(r.update, r.sample) for r in partial] == [(1, 0)] * number
+    release.set()
+    first = engine.take(0)
+    while len(whole := engine.finished(1)) < 2 * number:
+        time.sleep(0.05)
+    assert engine.finished(1) == whole  # it stays here until somebody takes it
+    assert [(r.item, r.sample) for r in whole] == [(r.item, r.sample) for r in engine.take(1)]
+    assert engine.finished(0) == []
+    engine.messages["update", 0] = first[1:]
+    with pytest.raises(RuntimeError, match=rf"update 0: .* missing \[\({first[0].item}, 0\)\]"):
+        engine.take(0)
+
+    given = [*first, *partial]
+    resumed, (server,), config = attach(reply, finished=given, samples_per_prompt=2)
+    assert [(r.update, r.item, r.sample) for r in resumed.finished(0)] == [(r.update, r.item, r.sample) for r in given]
+    resumed.set_version(0)
+    assert [r.tokens.tolist() for r in resumed.take(0)] == [r.tokens.tolist() for r in first]
+    assert [r.tokens.tolist() for r in resumed.take(1)] == [r.tokens.tolist() for r in whole]
+    left = sorted((r.item, r.sample) for r in whole if r.sample == 1)
+    assert sorted(identity(body)[1][2:] for body in server.bodies) == left
+    with pytest.raises(ValueError, match=rf"update 1, item {first[0].item}, sample 0\), finished before, is not one"):
+        Client(config, [replace(first[0], update=1)], None, None)
