@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,28 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("evaluate", evaluate, "held-out accuracy of model.path, sampled and greedy"),
         ("probe", probe, "compare log-probs of engine and learner at equal weights; exit code 1 if a token differs"),
     ):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("config", help="YAML file")
-        command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
-        command.set_defaults(run=run)
-    command = commands.add_parser("generate", help="sample and grade the prompts of one update, with model.path")
-    command.add_argument("config", help="YAML file")
-    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+        _add(commands, name, run, text)
+    command = _add(commands, "generate", generate, "sample and grade the prompts of one update, with model.path")
     command.add_argument("--output", required=True, metavar="FILE", help="safetensors file to write, for replay")
     command.add_argument("--update", type=int, default=0, metavar="N", help="whose prompts (default 0)")
-    command.set_defaults(run=generate)
-    command = commands.add_parser("replay", help="train on recorded rollouts alone, without servers")
-    command.add_argument("config", help="YAML file")
-    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    command = _add(commands, "replay", replay, "train on recorded rollouts alone, without servers")
     command.add_argument("--rollouts", required=True, nargs="+", metavar="FILE", help="one update each, in order")
     command.add_argument("--checkpoint", metavar="DIR", help="a run's version-N to begin with (default: model.path)")
-    command.set_defaults(run=replay)
-    command = commands.add_parser("serve", help="one rollout server, for rollout.urls of a run")
-    command.add_argument("config", help="YAML file, the same as the run's")
-    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    command = _add(commands, "serve", serve, "one rollout server, for rollout.urls of a run or to join one")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     command.add_argument("--port", type=_port, default=8000)
-    command.set_defaults(run=serve)
+    command.add_argument("--join", metavar="NAME", help="take part in the run in run_dir under this name, at once")
     command = commands.add_parser("plot", help="write plot.png of a run: reward, KL, lag")
     command.add_argument("run_dir")
     command.set_defaults(run=plot)
@@ -57,12 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("theory", help="check what the importance weight promises, in numbers")
     command.add_argument("--plot", metavar="FILE", help="also draw the Gaussian model, as a PNG")
     command.set_defaults(run=theory)
-    command = commands.add_parser("estimate", help="memory per rank and the refit's plan, from configurations alone")
-    command.add_argument("config", help="YAML file; of model.path config.json is enough")
-    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    command = _add(commands, "estimate", estimate, "memory per rank and the refit's plan, from configurations alone")
     command.add_argument("--device-memory-gib", type=_positive, default=80.0, help="of one device (default 80)")
     command.add_argument("--bandwidth-gib-s", type=_positive, default=10.0, help="that one rank sends (default 10)")
-    command.set_defaults(run=estimate)
     parsed, rest = parser.parse_known_args(arguments)
     # argparse takes no further positional after an option.
     if rest and (not hasattr(parsed, "overrides") or any(text.startswith("-") for text in rest)):
@@ -91,6 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RuntimeError, ArithmeticError, OSError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _add(commands: argparse._SubParsersAction, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
+    """A command that takes a configuration."""
+    command = commands.add_parser(name, help=text)
+    command.add_argument("config", help="YAML file")
+    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
+    command.set_defaults(run=run)
+    return command
 
 
 def _positive(text: str) -> float:
@@ -147,12 +142,14 @@ def _finish(config: Config) -> None:
 
 def serve(parsed: argparse.Namespace) -> int:
     """Becomes the server, with the flags and the environment of one that a run starts itself."""
-    from megatron_rlzero.generation import server
+    from megatron_rlzero.generation import registry, server
     from megatron_rlzero.validation import ConfigError, is_loopback, load
 
     config = load(parsed.config, parsed.overrides, starting=False)
     if not is_loopback(parsed.host) and not config.rollout.token_file:
         raise ConfigError([f"--host = {parsed.host}: others can reach it; name a secret in rollout.token_file"])
+    if parsed.join:
+        print(registry.register(config.run_dir, parsed.join, parsed.host, parsed.port))
     command = [sys.executable, "-m", server.MODULE, *server.flags(config, parsed.port, parsed.host)]
     os.execve(sys.executable, command, server.environment(config))
 
@@ -195,6 +192,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
 
     config = load(parsed.config, parsed.overrides, starting=False)
     config.run_dir = f"{config.run_dir}/evaluate-{time.strftime('%Y%m%d-%H%M%S')}"  # for the logs
+    config.rollout.max_restarts = 0  # one that was started again would have nobody to bring it the weights
     if violations := validate(config):
         raise ConfigError(violations)
     engine = RolloutEngine(config)
@@ -218,6 +216,7 @@ def generate(parsed: argparse.Namespace) -> int:
 
     config = load(parsed.config, parsed.overrides, starting=False)
     config.run_dir = f"{config.run_dir}/generate-{time.strftime('%Y%m%d-%H%M%S')}"  # for the logs
+    config.rollout.max_restarts = 0  # one that was started again would have nobody to bring it the weights
     config.loop.updates = parsed.update + 1
     if violations := validate(config):
         raise ConfigError(violations)

@@ -41,7 +41,10 @@ def train(config: Config) -> None:
     saved = checkpoint.resume(config.run_dir) if config.checkpoint.resume else None
     with RunLog(config, saved=saved) as log:
         start = saved or Saved()
-        _run(config, lambda ranks, engine: loop.train(config, ranks, engine, log, start), start.finished)
+        # Where max_lag is smaller than it was, some are too old by now and are sampled again.
+        lag = config.loop.max_lag
+        finished = [r for r in start.finished if r.versions[r.action_mask].min() >= r.update - lag]
+        _run(config, lambda ranks, engine: loop.train(config, ranks, engine, log, start), finished)
 
 
 def replay(config: Config, files: Sequence[str], state: str | None) -> None:

@@ -15,7 +15,7 @@ for name in LEARNER_NODES ROLLOUT_NODES GPUS_PER_NODE GPUS_PER_SERVER; do
 done
 [[ -f $CONFIG ]] || { echo "$CONFIG: no such file; name a YAML file" >&2; exit 2; }
 script=$(dirname "$0")/slurm.sh
-command=(sbatch "--nodes=$((LEARNER_NODES + ROLLOUT_NODES))" "--gpus-per-node=$GPUS_PER_NODE" --export=ALL "$script" "$@")
+command=(sbatch --requeue "--nodes=$((LEARNER_NODES + ROLLOUT_NODES))" "--gpus-per-node=$GPUS_PER_NODE" --export=ALL "$script" "$@")
 
 if [[ -n $dry_run ]]; then
   printf '%q ' "${command[@]}"; echo

@@ -10,10 +10,25 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_rlzero.config import Config
-from megatron_rlzero.validation import is_loopback, is_server_url
+from megatron_rlzero.validation import ConfigError, is_loopback, is_server_url
 
+DIRECTORY = "servers"
 #: seconds between two looks into the directory
 LOOK_S = 1.0
+
+
+def register(run_dir: str, name: str, host: str, port: int) -> Path:
+    """Writes the file by which a server asks to join. ConfigError for a name that is no file's, or another's."""
+    path = Path(run_dir, DIRECTORY, f"{name}.json")
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if path.name != f"{name}.json" or name.startswith("."):
+        raise ConfigError([f"--join = {name}: no name of a file; give letters and digits"])
+    if path.exists() and json.loads(path.read_text()) != {"url": url}:
+        raise ConfigError([f"--join = {name}: {path} is another server's; choose another name, or remove the file"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"url": url}) + "\n")
+    return partial.replace(path)
 
 
 class Registry:
@@ -21,7 +36,7 @@ class Registry:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.directory = Path(config.run_dir) / "servers"
+        self.directory = Path(config.run_dir) / DIRECTORY
         self.directory.mkdir(parents=True, exist_ok=True)
         self.looked = -math.inf
         self.files: dict[str, tuple[tuple[int, int], str]] = {}  # NAME -> (time and size, URL or nothing)

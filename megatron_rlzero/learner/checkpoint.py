@@ -99,9 +99,10 @@ class TrainingState:
                 transfers = plan({0: stored.get(kind, [])}, {0: wanted})
             except ValueError as error:
                 raise CheckpointError(f"{directory}, {kind}: {error}") from None
-            for local, parts in _by_local(transfers, "target_local").items():
+            parts = _by_local(transfers, "target_local")
+            for local in self.weights.local if kind == MAIN else self.held:
                 whole = torch.zeros(self.weights.local[local].shape)  # rows of padding are in no piece
-                for t in parts:
+                for t in parts.get(local, ()):
                     whole[t.target_box.slices] = reader[t.source_local][t.source_box.slices]
                 self._set(local, kind, whole, steps)
         self.parts.scheduler.step(increment=steps - self.parts.scheduler.num_steps)

@@ -53,7 +53,8 @@ def test_another_layout_goes_on_to_the_bit(tmp_path, kind, dtype):
     settings = {"dtype": dtype, "max_tokens_per_microbatch": 64, "optimizer_lr_warmup_updates": 8}
     other = make_qwen3_moe(tmp_path / "other", num_hidden_layers=3)
     wrong = {"name": "wrong", "first": 0, "stop": 0, "model": str(other), "load": "moved0.state"} | TP2
-    run(tmp_path, model, [case | settings for case in [*cases(), wrong]])
+    odd = {"name": "odd", "first": 0, "stop": 0, "load": "moved0.state", "refuses": True} | TP2 | SHARDED
+    run(tmp_path, model, [case | settings for case in [*cases(), wrong, odd]])
     for chain, links in CHAINS.items():
         assert same(tmp_path, f"{chain}{len(links) - 1}", "unbroken")
         assert same(tmp_path, f"{chain}0", "half")
@@ -62,3 +63,9 @@ def test_another_layout_goes_on_to_the_bit(tmp_path, kind, dtype):
     assert rates[0][2:] == rates[1] != rates[2]
     for rank in range(2):
         assert "holds another model" in (tmp_path / f"wrong-{rank}.txt").read_text()
+        found = json.loads((tmp_path / f"odd-{rank}.json").read_text())
+        assert found["empty"] == [False, 0.0, 0.0, True]
+        for name in ("overflow", "nan"):
+            message, untouched = found[name]
+            assert "response 5 of the batch has log pi" in message and untouched
+        assert found["control"] is False

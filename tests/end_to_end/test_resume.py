@@ -59,13 +59,9 @@ def kill_at(config, update: int, *overrides: str) -> None:
     """kill -9 to the whole run as soon as it has written down ``update``."""
     process, output = start(config, *overrides)
     metrics = Path(config.run_dir, "metrics.jsonl")
+    line = f'{{"update": {update}, "reward'
     try:
-        wait_for(
-            lambda: (
-                process.poll() is not None or (metrics.exists() and f'{{"update": {update}, "reward' in metrics.read_text())
-            ),
-            300,
-        )
+        wait_for(lambda: process.poll() is not None or (metrics.exists() and line in metrics.read_text()), 300)
         assert process.poll() is None, output.read_text()
     finally:
         os.killpg(process.pid, signal.SIGKILL)

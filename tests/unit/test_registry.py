@@ -10,7 +10,8 @@ import pytest
 
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation import registry
-from megatron_rlzero.generation.registry import Registry
+from megatron_rlzero.generation.registry import Registry, register
+from megatron_rlzero.validation import ConfigError
 
 URL = "http://127.0.0.1:8000"
 
@@ -76,3 +77,12 @@ def test_the_directory_is_read_once_a_second(made: Registry, monkeypatch: pytest
     assert made.look() == {}
     write(made, "node-1.json", {"url": URL})
     assert made.look() == {}
+
+
+def test_a_server_registers_itself(made: Registry) -> None:
+    path = register(made.config.run_dir, "node-1", "127.0.0.1", 8100)
+    assert register(made.config.run_dir, "node-1", "127.0.0.1", 8100) == path  # started again
+    assert made.look() == {"node-1": "http://127.0.0.1:8100"}
+    for name, port in (("node-1", 8101), ("../other", 8100), (".hidden", 8100)):
+        with pytest.raises(ConfigError, match=f"--join = {name}"):
+            register(made.config.run_dir, name, "127.0.0.1", port)
