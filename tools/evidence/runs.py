@@ -217,3 +217,24 @@ def machine() -> dict[str, object]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def settings(plan: Plan) -> dict[str, object]:
+    """What a reader needs to repeat a plan, beside its arms."""
+    return {
+        "batch": plan.batch,
+        "slots": plan.slots,
+        "rule": plan.rule,
+        "ticks": plan.ticks,
+        "updates": plan.updates,
+        "dtype": str(plan.dtype),
+        "parameters": sum(p[0].numel() for p in policy.initial([0]).values()),
+        "vocabulary": policy.VOCABULARY,
+        "longest_prompt": LONGEST,
+        "logit_rms": policy.SCALE,
+        "adam": [*policy.BETAS, policy.EPS],
+        "learning_rate_rises_over": policy.RISE,
+        "warm_up": dict(zip(("steps", "responses", "rate", "longest"), WARM_UP, strict=True)),
+        "curriculum": {"pass": TARGET, "gain": GAIN, "first": FIRST},
+        "held_out_prompts": EVALUATED,
+    }
