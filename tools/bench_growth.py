@@ -3,7 +3,7 @@
 Usage: python tools/bench_growth.py [--updates 2000] [--skip-run]. First the learner alone, one rank and one thread:
 median seconds of a step at 1, 2, 4 and 8 times the responses, and at 1, 2, 4 and 8 times the layers; t = a + c n is
 fitted, and what is printed is how far (t - a) / (c n) is from 1. Then a run on the whole stack, with the tiny model of
-the fault drill: resident memory of every process and seconds per update, early and late, and the time that the queue's
+tiny_run.py: resident memory of every process and seconds per update, early and late, and the time that the queue's
 own operations take at update 10 and at update 1,000,000.
 """
 
@@ -21,10 +21,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from tiny_run import PROMPTS, ROOT, TinyRun, text
 
 TIMES = (1, 2, 4, 8)
 RESPONSES, LENGTH, LAYERS, STEPS = 16, 64, 2, 5
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def fit(name: str, sizes: list[float], seconds: list[float]) -> bool:
@@ -137,40 +137,35 @@ def queue_operations() -> bool:
 
 def long_run(directory: Path, updates: int) -> bool:
     """Memory and speed of a run on the whole stack, a fifth of the way and at its end."""
-    from fault_drill import CONFIG, Drill
-
-    directory.mkdir()
-    drill = Drill(directory, seed=0)
-    changes = ["learner.world_size=1", "rollout.servers=1", "checkpoint.every=100", "loop.record_every=0"]
-    drill.overrides += [*changes, "loop.max_lag=8"]
-    drill.start(updates)
-    print(f"{updates} updates of {CONFIG.name}'s task, 8 prompts each, one rank, one server", flush=True)
+    run = TinyRun(directory, "learner.world_size=1", "loop.max_lag=8", "checkpoint.every=100")
+    run.start(updates)
+    print(f"{updates} updates of {PROMPTS} prompts each, one rank, one server", flush=True)
     marks = [updates // 5, updates - updates // 20]
     found: list[dict[str, float]] = []
     try:
         for mark in marks:
-            while drill.updates() < mark and drill.process.poll() is None:
+            while run.updates() < mark and run.running():
                 time.sleep(0.5)
-            found.append({_kind(p): p.memory_full_info().uss / 2**20 for p in drill.processes()})
-        drill.process.wait()
+            found.append({_kind(p): p.memory_full_info().uss / 2**20 for p in run.processes()})
+        run.process.wait()
     finally:
-        if drill.process.poll() is None:
-            os.killpg(drill.process.pid, signal.SIGKILL)
+        if run.running():
+            os.killpg(run.process.pid, signal.SIGKILL)
     from megatron_rlzero.metrics import read_metrics
 
-    holds = drill.process.returncode == 0
+    holds = run.process.returncode == 0
     for kind in sorted(found[0].keys() & found[1].keys()):
         early, late = (each[kind] for each in found)
         holds &= late - early < max(0.05 * early, 10)
         print(f"memory of {kind:16} {early:7.0f} MiB at update {marks[0]}, {late:7.0f} MiB at {marks[1]}")
-    seconds = [line["seconds/update"] for line in read_metrics(drill.run_dir) if "seconds/update" in line]
+    seconds = [line["seconds/update"] for line in read_metrics(run.run_dir) if "seconds/update" in line]
     early, late = (statistics.median(seconds[mark - 100 : mark]) for mark in marks)
     print(f"median update: {early:.3f} s before update {marks[0]}, {late:.3f} s before {marks[1]}: {late / early:.2f}")
     return holds
 
 
 def _kind(process) -> str:
-    words = " ".join(process.cmdline())
+    words = text(process)
     names = {"generation.client": "client", "vllm.entrypoints": "server", "spawn_main": "grader or engine"}
     found = next((name for word, name in names.items() if word in words), process.name())
     rank = process.environ().get("RANK")

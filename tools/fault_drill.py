@@ -18,71 +18,40 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
+from tiny_run import PROMPTS, SIZE, TinyRun, text
 
-ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "examples" / "quickstart" / "qwen3_moe.yaml"
-#: in the environment of the run, and so of everything that it starts
-MARK = "MEGATRON_RLZERO_DRILL"
 KINDS = ("server", "whole run", "during refit", "during checkpoint", "worker", "learner rank", "client")
-MODEL = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
-PROMPTS, SIZE, LAG, LAST = 8, 512, 4, 6
+LAG, LAST = 4, 6
 #: seconds in which nothing may be left of a run that was killed, and in which a kind of kill finds its moment
 GONE_S, MOMENT_S = 20.0, 60.0
+OVERRIDES = (
+    "learner.world_size=2",
+    f"loop.max_lag={LAG}",
+    "loop.record_every=1",
+    "rollout.servers=2",
+    "rollout.max_restarts=1000000",
+    "refit.deadline_s=20",
+    "checkpoint.every=3",
+    "checkpoint.resume=true",
+)
 
 
-class Drill:
-    """One run directory and the processes on it."""
+class Drill(TinyRun):
+    """A run, what was done to it, and what was wrong afterwards."""
 
     def __init__(self, directory: Path, seed: int) -> None:
-        self.run_dir = directory / "run"
+        super().__init__(directory, *OVERRIDES)
         self.random = random.Random(seed)
-        self.mark = uuid.uuid4().hex
         self.faults: list[str] = []
-        self.kills: list[dict] = []
+        self.kills: list[str] = []
         self.starts: list[int] = []
-        self.process: subprocess.Popen | None = None
-        self.output = (directory / "output.log").open("ab")
-        self.overrides = [
-            f"run_dir={self.run_dir}",
-            f"model.path={_model(directory / 'model')}",
-            "learner.world_size=2",
-            "learner.optimizer.weight_decay=0.1",  # a random model earns no reward: this is what moves its weights
-            f"environment.size={SIZE}",
-            f"loop.prompts_per_update={PROMPTS}",
-            f"loop.max_lag={LAG}",
-            "loop.record_every=1",
-            "rollout.servers=2",
-            "rollout.max_restarts=1000000",
-            "rollout.max_response_tokens=32",
-            "refit.deadline_s=20",
-            "checkpoint.every=3",
-            "checkpoint.resume=true",
-            "eval.every=0",
-            "eval.prompts=4",
-        ]
 
-    def start(self, updates: int) -> None:
+    def go_on(self, updates: int) -> None:
         """Starts the run where its last whole checkpoint is, and reads all of that first."""
         from megatron_rlzero import checkpoint
         from megatron_rlzero.resharding.safetensors_files import SafetensorsReader
@@ -93,42 +62,13 @@ class Drill:
             except ValueError as error:
                 self.faults.append(f"{path.name} counts as whole: {error}")
         self.starts.append(checkpoint.resume(self.run_dir).version)
-        command = [sys.executable, "-m", "megatron_rlzero", "train", str(CONFIG), *self.overrides]
-        self.process = subprocess.Popen(
-            [*command, f"loop.updates={updates}"],
-            cwd=ROOT,
-            env=os.environ | {MARK: self.mark},
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self.progress_at_start = self.lines()
+        self.lines_at_start = self.lines()
+        self.start(updates)
 
     def lines(self) -> int:
         """Bytes of metrics: more than at the start once the run trains."""
         path = self.run_dir / "metrics.jsonl"
         return path.stat().st_size if path.exists() else 0
-
-    def processes(self) -> Iterator[psutil.Process]:
-        """All that the run has started and that is alive, whoever its parent is by now."""
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    yield process
-            except psutil.Error:
-                continue
-
-    def find(self, *words: str) -> list[psutil.Process]:
-        return [p for p in self.processes() if all(word in _text(p) for word in words)]
-
-    def wait(self, condition: Callable[[], object], seconds: float, step: float = 0.2) -> object:
-        """The condition's value as soon as it holds; None after so many seconds, or when the run has ended."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            if value := condition():
-                return value
-            time.sleep(step)
-        return None
 
     def kill(self, kind: str) -> None:
         """One kill of this kind, as soon as its moment has come; and what has to follow from it."""
@@ -154,7 +94,7 @@ class Drill:
             return
         ends = victim.pid == self.process.pid
         os.killpg(victim.pid, signal.SIGKILL) if ends else victim.kill()
-        self.kills.append({"kind": kind, "update": self.updates()})
+        self.kills.append(kind)
         print(f"  killed: {kind} (pid {victim.pid}) after update {self.updates()}", flush=True)
         if ends or kind in ("learner rank", "client"):
             self.ended()
@@ -169,15 +109,9 @@ class Drill:
         end = time.monotonic() + GONE_S
         while left := list(self.processes()):
             if time.monotonic() > end:
-                self.faults.append(f"left behind: {[(p.pid, _text(p)[:80]) for p in left]}")
+                self.faults.append(f"left behind: {[(p.pid, text(p)[:80]) for p in left]}")
                 break
             time.sleep(0.2)
-
-    def updates(self) -> int:
-        """The last update in metrics.jsonl."""
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return int(json.loads(lines[-1])["update"]) if lines else -1
 
     def _any(self, found: list[psutil.Process]) -> psutil.Process | None:
         return self.random.choice(found) if found else None
@@ -187,10 +121,10 @@ class Drill:
         for log in self.run_dir.glob("server-*.log"):
             with log.open("rb") as file:
                 file.seek(max(log.stat().st_size - 2000, 0))
-                text = file.read().decode(errors="replace")
-            if text.rfind("pause state to PAUSED") > text.rfind("pause state to UNPAUSED"):
+                end = file.read()
+            if end.rfind(b"pause state to PAUSED") > end.rfind(b"pause state to UNPAUSED"):
                 for process in self.find("vllm.entrypoints"):
-                    if any(file.path == str(log) for file in process.open_files()) or _logs_to(process, log):
+                    if _logs_to(process, log):
                         return process
         return None
 
@@ -226,30 +160,11 @@ class Drill:
         print(f"{updates} updates, {sum(used.values())} uses of prompts checked", flush=True)
 
 
-def _text(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
 def _logs_to(process: psutil.Process, log: Path) -> bool:
     try:
         return os.path.samefile(f"/proc/{process.pid}/fd/1", log)
     except OSError:
         return False
-
-
-def _model(directory: Path) -> Path:
-    """A tiny random model with the quick start's tokenizer."""
-    sys.path.insert(0, str(CONFIG.parent))
-    from prepare import END, make_model, make_tokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    size = make_tokenizer(directory)
-    end = PreTrainedTokenizerFast.from_pretrained(directory).convert_tokens_to_ids(END)
-    make_model(directory, MODEL, size, end, seed=0)
-    return directory
 
 
 def main() -> int:
@@ -264,24 +179,24 @@ def main() -> int:
         try:
             return run(drill, parsed)
         finally:
-            if drill.process.poll() is None:
+            if drill.running():
                 os.killpg(drill.process.pid, signal.SIGKILL)
 
 
 def run(drill: Drill, parsed: argparse.Namespace) -> int:
     began, order = time.monotonic(), []
     while time.monotonic() - began < 60 * parsed.minutes:
-        drill.start(1_000_000)
+        drill.go_on(1_000_000)
         print(f"{time.monotonic() - began:5.0f} s: goes on from version {drill.starts[-1]}", flush=True)
-        while drill.process.poll() is None and time.monotonic() - began < 60 * parsed.minutes:
-            if drill.wait(lambda: drill.lines() > drill.progress_at_start, 300) is None:
+        while drill.running() and time.monotonic() - began < 60 * parsed.minutes:
+            if drill.wait(lambda: drill.lines() > drill.lines_at_start, 300) is None:
                 drill.faults.append(f"start {len(drill.starts)} does not train")
                 break
             drill.wait(lambda: time.monotonic() - began > 60 * parsed.minutes, parsed.every)
-            if drill.process.poll() is None:
+            if drill.running():
                 order = order or list(drill.random.sample(KINDS, len(KINDS)))
                 drill.kill(order.pop())
-        if drill.process.poll() is None:
+        if drill.running():
             os.killpg(drill.process.pid, signal.SIGKILL)
         drill.ended()
         if drill.faults:
@@ -290,7 +205,7 @@ def run(drill: Drill, parsed: argparse.Namespace) -> int:
 
     updates = checkpoint.resume(drill.run_dir).version + LAST
     if not drill.faults:
-        drill.start(updates)
+        drill.go_on(updates)
         print(f"{time.monotonic() - began:5.0f} s: from version {drill.starts[-1]} to the end at {updates}", flush=True)
         if (code := drill.process.wait(300)) != 0:
             drill.faults.append(f"the last run ended with exit code {code}")
@@ -302,14 +217,15 @@ def run(drill: Drill, parsed: argparse.Namespace) -> int:
         "seed": parsed.seed,
         "updates": updates,
         "starts": drill.starts,
-        "kills": dict(Counter(kill["kind"] for kill in drill.kills)),
+        "kills": dict(Counter(drill.kills)),
+        "joined": drill.output.read_text(errors="replace").count(") joins\n"),
         "faults": drill.faults,
     }
     print(json.dumps(report, indent=2))
     if parsed.report:
         parsed.report.write_text(json.dumps(report, indent=2) + "\n")
     if drill.faults:
-        print(Path(drill.output.name).read_text(errors="replace")[-4000:], file=sys.stderr)
+        print(drill.output.read_text(errors="replace")[-4000:], file=sys.stderr)
     return 1 if drill.faults else 0
 
 

@@ -67,7 +67,7 @@ def features(prompt: Tensor, written: Tensor, last: Tensor, position: Tensor, dt
 
 
 def states(prompt: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Features before each token of whole responses: prompt [arms, B, VOCABULARY], tokens [arms, B, T]; to [.., B T, .]."""
+    """Features before each token of responses: prompt [arms, B, VOCABULARY], tokens [arms, B, T]; to [arms, B T, .]."""
     arms, batch, length = tokens.shape
     last = torch.cat([torch.full_like(tokens[..., :1], END), tokens[..., :-1]], dim=-1)
     written = one_hot(last)
@@ -100,7 +100,7 @@ def contents(seeds: list[int], epoch: int, prompts: Tensor) -> tuple[Tensor, Ten
 
 
 def make(digits: Tensor, uniform: Tensor, difficulty: Tensor) -> tuple[Tensor, Tensor]:
-    """Prompts of lengths 1 to ``difficulty`` [arms], evenly: (counts [arms, B, VOCABULARY], answers [arms, B, LIMIT])."""
+    """Prompts of lengths 1 to ``difficulty`` [arms], evenly: counts [arms, B, VOCABULARY], answers [arms, B, LIMIT]."""
     lengths = 1 + (uniform * difficulty[:, None]).long()
     used = torch.where(torch.arange(LONGEST) < lengths[..., None], digits, END)
     answers = torch.cat([used.sort(-1).values, torch.full_like(used[..., :1], END)], dim=-1)

@@ -23,7 +23,7 @@ class Rollouts:
     def __init__(self, seeds: list[int], arms: Tensor, kappa: Tensor, slots: int, batch: int, rule: str) -> None:
         """``arms`` int64 [arms]: which of ``seeds`` each arm has; ``kappa`` fp32 [arms]: logit noise of the sampler."""
         if slots % 16 or batch % 16 or slots % batch or rule not in ("bound", "first_finished"):
-            raise ValueError(f"{slots} slots for batches of {batch} by rule {rule}: multiples of 16, and one of the other")
+            raise ValueError(f"{slots} slots, batches of {batch}, rule {rule}: take multiples of 16 and of the batch")
         self.seeds, self.arms, self.kappa, self.batch, self.rule = seeds, arms, kappa, batch, rule
         self.rows = torch.arange(len(arms))[:, None]
         n, integer = (len(arms), slots), torch.int64

@@ -25,8 +25,8 @@ METRICS = (
 HELD_OUT = ("pass", "differing")
 #: of the warm-up by maximum likelihood: steps, responses, learning rate, longest prompt
 WARM_UP = (300, 32, 3e-3, 4.0)
-#: the curriculum: pass@1 aimed at, change of the longest prompt per update and unit of pass@1, longest prompt at first
-TARGET, GAIN, FIRST = 0.55, 0.2, 6.0
+#: the curriculum: pass@1 aimed at, and the longest prompt at first
+TARGET, FIRST = 0.55, 6.0
 EVALUATED = 128
 
 
@@ -45,7 +45,8 @@ class Plan:
     """What all arms of a run share. ``slots`` is (max_lag + 1) * batch under the rule ``bound``.
 
     ``ticks`` is how many tokens each response in flight gets between two updates at least; an update that has to wait
-    for its batch makes it more.
+    for its batch makes it more. ``gain`` is the curriculum's, change of the longest prompt per update and unit of
+    pass@1; with 0 the difficulty stays at FIRST.
     """
 
     arms: tuple[Arm, ...]
@@ -55,6 +56,7 @@ class Plan:
     ticks: int = 0
     batch: int = 32
     every: int = 50
+    gain: float = 0.2
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -70,6 +72,10 @@ class Run:
         self.learner = Learner({k: p[self.index].clone() for k, p in warm.items()}, rate, clip, plan.dtype)
         self.rollouts = Rollouts(self.seeds, self.index, kappa, plan.slots, plan.batch, plan.rule)
         self.difficulty = torch.full((len(plan.arms),), FIRST)
+        arms = [[getattr(arm, k) for k in ("seed", "kappa", "rate", "clip")] for arm in plan.arms]
+        self.arms = torch.tensor(arms, dtype=torch.float64)
+        shared = (plan.slots, plan.rule == "bound", plan.ticks, plan.batch, plan.every, plan.gain, plan.dtype.itemsize)
+        self.shared = torch.tensor(shared, dtype=torch.float64)
         self.log = torch.zeros(plan.updates, len(plan.arms), len(METRICS))
         self.held_out = torch.zeros(plan.updates // plan.every + 1, len(plan.arms), len(HELD_OUT))
         self.done = torch.zeros((), dtype=torch.int64)
@@ -84,7 +90,7 @@ class Run:
         parts = {"learner": self.learner.params | self.learner.moments, "rollouts": self.rollouts.tensors}
         state = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
         state |= {"steps": self.learner.steps, "alive": self.learner.alive, "difficulty": self.difficulty}
-        return state | {k: getattr(self, k) for k in ("log", "held_out", "done", "seconds")}
+        return state | {k: getattr(self, k) for k in ("log", "held_out", "done", "seconds", "arms", "shared")}
 
     def update(self) -> None:
         u, plan, rollouts = int(self.done), self.plan, self.rollouts
@@ -105,7 +111,7 @@ class Run:
         norm, change = self.learner.step(gradients, found["loss"])
         mask, age = mask[..., :used], torch.where(mask, u - t["version"], 0)[..., :used]
         if plan.rule == "bound" and int(age.max()) > plan.slots // plan.batch - 1:
-            raise RuntimeError(f"update {u} has a token of lag {int(age.max())} with {plan.slots} slots; the queue is wrong")
+            raise RuntimeError(f"update {u} has a token of lag {int(age.max())}; {plan.slots} slots allow less")
         n = mask.sum((1, 2))
         d, same = torch.where(mask, found["log_pi"] - cut["log_mu"], 0.0), mask & (age == 0)
         row = policy.metrics(found["log_pi"], cut["log_mu"], mask) | {
@@ -122,7 +128,7 @@ class Run:
             "difficulty": self.difficulty,
         }
         self.log[u] = torch.stack([row[name].float() for name in METRICS], dim=-1)
-        self.difficulty.copy_((self.difficulty + GAIN * (rewards.mean(1) - TARGET)).clamp(1.0, float(LONGEST)))
+        self.difficulty.copy_((self.difficulty + plan.gain * (rewards.mean(1) - TARGET)).clamp(1.0, float(LONGEST)))
         rollouts.start(slots, self.difficulty)
         self.done += 1
         if (u + 1) % plan.every == 0:
@@ -132,7 +138,9 @@ class Run:
         """Goes on from ``file`` if it is there, to the end or to ``stop`` updates; saves every ``chunk`` updates."""
         if file.exists():
             saved, state = torch.load(file, weights_only=True), self.state()
-            if {k: x.shape for k, x in saved.items()} != {k: x.shape for k, x in state.items()}:
+            if not all(x.shape == saved[k].shape for k, x in state.items()) or not all(
+                torch.equal(state[k], saved[k]) for k in ("arms", "shared")
+            ):
                 raise ValueError(f"{file} is of another plan; remove it or choose another --out")
             for name, tensor in state.items():
                 tensor.copy_(saved[name])
@@ -209,7 +217,8 @@ def save(file: Path, state: dict[str, Tensor]) -> None:
 
 def machine() -> dict[str, object]:
     """What the figures were computed on."""
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
     return {
         "processor": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
@@ -235,6 +244,6 @@ def settings(plan: Plan) -> dict[str, object]:
         "adam": [*policy.BETAS, policy.EPS],
         "learning_rate_rises_over": policy.RISE,
         "warm_up": dict(zip(("steps", "responses", "rate", "longest"), WARM_UP, strict=True)),
-        "curriculum": {"pass": TARGET, "gain": GAIN, "first": FIRST},
+        "curriculum": {"pass": TARGET, "gain": plan.gain, "first": FIRST},
         "held_out_prompts": EVALUATED,
     }
