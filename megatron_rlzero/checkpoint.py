@@ -58,7 +58,8 @@ def save(run_dir: str | Path, state: Saved, write_learner: Callable[[str], None]
         (partial / LEARNER).mkdir()
         write_learner(str(partial / LEARNER))
         write_rollouts(partial / ROLLOUTS, state.finished)
-        values = {"version": state.version, "best": state.best, "sizes": dict(state.sizes)}
+        files = sorted(path.name for path in (partial / LEARNER).iterdir())
+        values = {"version": state.version, "best": state.best, "sizes": dict(state.sizes), "files": files}
         (partial / STATE).write_text(json.dumps(values, indent=2) + "\n")
     for old in whole(run_dir)[:-keep]:
         (old / STATE).unlink()  # first: what is removed in part is not taken for whole
@@ -78,10 +79,15 @@ def read(directory: Path) -> Saved:
     Raises:
         CheckpointError: a file of it is missing or damaged; names it.
     """
+    from megatron_rlzero.resharding.safetensors_files import SafetensorsReader  # and torch with it
+
     try:
         state = json.loads((directory / STATE).read_text())
         finished = read_rollouts(directory / ROLLOUTS)
-    except (OSError, ValueError) as error:
+        if absent := {*state.pop("files")} - {path.name for path in (directory / LEARNER).iterdir()}:
+            raise CheckpointError(f"{LEARNER} lacks {sorted(absent)}")
+        SafetensorsReader(directory / LEARNER)  # finds files that were cut off
+    except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{directory} is damaged: {error}; remove it to resume from the one before") from None
     now = time.monotonic()
     for rollout in finished:  # the clock of another boot, or machine

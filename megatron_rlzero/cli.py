@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
 #: exit code of a configuration that cannot run
 INVALID = 2
+#: of commands that ask for model.path itself, which nobody brings to the servers
+OWN_SERVERS = "rollout.urls = {urls}: they hold the weights of whichever run used them last; remove it"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -148,7 +149,7 @@ def serve(parsed: argparse.Namespace) -> int:
     config = load(parsed.config, parsed.overrides, starting=False)
     if not is_loopback(parsed.host) and not config.rollout.token_file:
         raise ConfigError([f"--host = {parsed.host}: others can reach it; name a secret in rollout.token_file"])
-    if parsed.join:
+    if parsed.join is not None:
         print(registry.register(config.run_dir, parsed.join, parsed.host, parsed.port))
     command = [sys.executable, "-m", server.MODULE, *server.flags(config, parsed.port, parsed.host)]
     os.execve(sys.executable, command, server.environment(config))
@@ -192,6 +193,8 @@ def evaluate(parsed: argparse.Namespace) -> int:
 
     config = load(parsed.config, parsed.overrides, starting=False)
     config.run_dir = f"{config.run_dir}/evaluate-{time.strftime('%Y%m%d-%H%M%S')}"  # for the logs
+    if config.rollout.urls:
+        raise ConfigError([OWN_SERVERS.format(urls=config.rollout.urls)])
     config.rollout.max_restarts = 0  # one that was started again would have nobody to bring it the weights
     if violations := validate(config):
         raise ConfigError(violations)
@@ -216,6 +219,8 @@ def generate(parsed: argparse.Namespace) -> int:
 
     config = load(parsed.config, parsed.overrides, starting=False)
     config.run_dir = f"{config.run_dir}/generate-{time.strftime('%Y%m%d-%H%M%S')}"  # for the logs
+    if config.rollout.urls:
+        raise ConfigError([OWN_SERVERS.format(urls=config.rollout.urls)])
     config.rollout.max_restarts = 0  # one that was started again would have nobody to bring it the weights
     config.loop.updates = parsed.update + 1
     if violations := validate(config):
@@ -236,10 +241,9 @@ def generate(parsed: argparse.Namespace) -> int:
 
 def replay(parsed: argparse.Namespace) -> int:
     """The policy after these updates lies in run_dir/policy."""
-    from megatron_rlzero.checkpoint import read
     from megatron_rlzero.launch import is_rank, launch
-    from megatron_rlzero.rollout_files import read_rollouts
-    from megatron_rlzero.validation import load
+    from megatron_rlzero.run_directory import check_replay
+    from megatron_rlzero.validation import ConfigError, load
 
     if is_rank():
         from megatron_rlzero.run import replay as run
@@ -247,11 +251,8 @@ def replay(parsed: argparse.Namespace) -> int:
         run(load(parsed.config, parsed.overrides, starting=False), parsed.rollouts, parsed.checkpoint)
         return 0
     config = load(parsed.config, parsed.overrides)
-    updates = [read_rollouts(file)[0].update for file in parsed.rollouts]
-    if updates != sorted(set(updates)):
-        raise ValueError(f"--rollouts are of updates {updates}: give each once, in their order")
-    if parsed.checkpoint:
-        read(Path(parsed.checkpoint))
+    if violations := check_replay(config, parsed.rollouts, parsed.checkpoint):
+        raise ConfigError(violations)
     arguments = ["replay", parsed.config, *parsed.overrides, "--rollouts", *parsed.rollouts]
     arguments += ["--checkpoint", parsed.checkpoint] if parsed.checkpoint else []
     return launch(["-m", "megatron_rlzero", *arguments], config.learner.world_size)

@@ -104,7 +104,7 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log, saved: Saved) 
                 "tokens_per_second": metrics["tokens"] / (done - start),
             },
         )
-        refuse(config, compare("in the loop", "packed", *same_version(rollouts, log_probs, update)))
+        check_same_version(config, rollouts, log_probs, update)
         busy_until = max(busy_until, generated)
         if pushed and config.probe.every and version % config.probe.every == 0:
             check(config, ranks, engine, partial(join, version))
@@ -146,6 +146,13 @@ def same_version(
     """The rollouts with only those action tokens that ``version`` itself sampled."""
     same = [replace(r, action_mask=r.action_mask & (r.versions == version)) for r in rollouts]
     return same, list(log_probs)
+
+
+def check_same_version(
+    config: Config, rollouts: Sequence[Rollout], log_probs: Sequence[np.ndarray], version: int
+) -> None:
+    """Raises as ``check`` does, over the tokens of the batch that ``version`` itself sampled."""
+    refuse(config, compare("in the loop", "packed", *same_version(rollouts, log_probs, version)))
 
 
 def hand_over(ranks: Ranks, engine: Engine, version: int) -> RefitStats:

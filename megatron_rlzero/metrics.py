@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_rlzero.checkpoint import Saved
 from megatron_rlzero.config import Config
+from megatron_rlzero.resharding.directories import CheckpointError
 from megatron_rlzero.rollout import Rollout
 
 METRICS_FILE = "metrics.jsonl"
@@ -72,8 +73,7 @@ class RunLog:
         path = self.run_dir / METRICS_FILE
         if saved is None and path.exists() and path.stat().st_size:
             raise FileExistsError(f"run_dir = {self.run_dir}: already holds a run; choose another directory")
-        for name in LINES:
-            _cut(self.run_dir / name, saved.sizes.get(name, 0) if saved else 0)
+        moved = sum(_cut(self.run_dir / name, saved.sizes.get(name, 0) if saved else 0) for name in LINES)
         OmegaConf.save(OmegaConf.structured(config), self.run_dir / CONFIG_FILE)
         self._file = path.open("a", encoding="utf-8")
         # Viewers forget the points of an earlier start from that step on.
@@ -84,6 +84,10 @@ class RunLog:
                 self._show(line.pop("update"), line)
         self._console = console or Console(soft_wrap=True)
         self._updates = config.loop.updates
+        if saved is not None:
+            self.note(
+                f"{self.run_dir} goes on from version {saved.version}; {moved} later lines are in {ABANDONED_FILE}"
+            )
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -164,17 +168,21 @@ class RunLog:
         self.close()
 
 
-def _cut(path: Path, size: int) -> None:
-    """Leaves the first ``size`` bytes; the rest goes to the end of abandoned.jsonl."""
+def _cut(path: Path, size: int) -> int:
+    """Leaves the first ``size`` bytes; the rest, of so many lines, goes to the end of abandoned.jsonl."""
     if not path.exists():
-        return
+        return 0
     data = path.read_bytes()
     if len(data) < size:
-        raise ValueError(f"{path} has {len(data)} bytes, the checkpoint counts on {size}; a file of another run?")
+        raise CheckpointError(
+            f"{path} has {len(data)} bytes and the checkpoint counts on {size}: put the file back, or remove the "
+            "newest of checkpoints/"
+        )
     if len(data) > size:
         with path.with_name(ABANDONED_FILE).open("ab") as file:
             file.write(data[size:])
         os.truncate(path, size)
+    return data[size:].count(b"\n")
 
 
 def _completion(rollout: Rollout) -> dict[str, object]:

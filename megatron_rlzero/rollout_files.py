@@ -42,7 +42,7 @@ def read_rollouts(path: str | Path) -> list[Rollout]:
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{path} holds no rollouts: {error}; make it with `megatron-rlzero generate`") from None
+        raise ValueError(f"{path} holds no rollouts: {error}") from None
     cuts = np.cumsum(arrays.pop("lengths"))[:-1]
     parts = {name: np.split(array, cuts) for name, array in arrays.items()}
     return [Rollout(**value, **{name: parts[name][i] for name in ARRAYS}) for i, value in enumerate(values)]

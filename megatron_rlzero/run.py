@@ -64,7 +64,9 @@ def replay(config: Config, files: Sequence[str], state: str | None) -> None:
                 ranks.load(str(checkpoint.read(Path(state)).learner))
             for rollouts in map(read_rollouts, files):
                 update = rollouts[0].update
-                log.update(update, loop.learn(config, ranks, rollouts, update)[0])
+                metrics, log_probs = loop.learn(config, ranks, rollouts, update)
+                log.update(update, metrics)
+                loop.check_same_version(config, rollouts, log_probs, update)
             ranks.export(f"{config.run_dir}/policy")
         ranks.stop()
     dist.destroy_process_group()

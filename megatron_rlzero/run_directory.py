@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from megatron_rlzero.config import Environment
+from megatron_rlzero import checkpoint
+from megatron_rlzero.config import Config, Environment
 from megatron_rlzero.config_io import Findings
+from megatron_rlzero.resharding.directories import CheckpointError
+from megatron_rlzero.rollout_files import read_rollouts
 
 #: keys that a run keeps when it goes on
 FIXED = (
@@ -52,6 +56,13 @@ def _check_same_run(f: Findings, saved: Path) -> None:
     except (OSError, YAMLError) as error:
         f.reject("run_dir", f"a run without a readable config.yaml ({error})", "choose another directory")
         return
+    try:
+        version = checkpoint.resume(f.config.run_dir).version
+    except CheckpointError as error:
+        f.reject("checkpoint.resume", str(error), "or choose another run_dir")
+        version = 0
+    if f.usable("loop.updates") and f.config.loop.updates < version:
+        f.reject("loop.updates", f"the run in run_dir is at version {version} already", "raise it")
     for key in FIXED:
         was = OmegaConf.select(before, key)
         if was != OmegaConf.select(OmegaConf.structured(f.config), key):
@@ -60,3 +71,33 @@ def _check_same_run(f: Findings, saved: Path) -> None:
 
 def _holds_lines(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
+
+
+def check_replay(config: Config, files: Sequence[str], state: str | None) -> list[str]:
+    """Violations where recorded batches, or the checkpoint before them, cannot be what they are taken for."""
+    violations, updates, size = [], [], config.loop.prompts_per_update * config.loop.samples_per_prompt
+    for file in files:
+        try:
+            rollouts = read_rollouts(file)
+        except ValueError as error:
+            violations.append(f"--rollouts = {file}: {error}; give files of generate or of loop.record_every")
+            continue
+        updates.append(rollouts[0].update if rollouts else -1)
+        if len(rollouts) != size:
+            violations.append(
+                f"--rollouts = {file}: {len(rollouts)} responses, and loop.prompts_per_update x "
+                f"loop.samples_per_prompt = {size}; set them as they were"
+            )
+    if updates != sorted(set(updates)):
+        violations.append(f"--rollouts: of updates {updates}; give each once, in their order")
+    if state is not None:
+        try:
+            version = checkpoint.read(Path(state)).version if Path(state).is_dir() else None
+        except CheckpointError as error:
+            violations.append(f"--checkpoint = {state}: {error}")
+        else:
+            if version is None:
+                violations.append(f"--checkpoint = {state}: no such directory; give run_dir/checkpoints/version-N")
+            elif updates and version != updates[0]:
+                violations.append(f"--checkpoint = {state}: version {version}; give that of update {updates[0]}")
+    return violations

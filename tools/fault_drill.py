@@ -142,7 +142,11 @@ class Drill(TinyRun):
             self.faults.append(f"metrics are of updates {written}, expected are 0 to {updates - 1}")
         used: Counter = Counter()
         for update in range(updates):
-            rollouts = read_rollouts(self.run_dir / "rollouts" / f"update-{update:08d}.safetensors")
+            try:
+                rollouts = read_rollouts(self.run_dir / "rollouts" / f"update-{update:08d}.safetensors")
+            except ValueError as error:
+                self.faults.append(str(error))
+                continue
             expected = Counter(p.item for p in prompts_of_update(1, SIZE, PROMPTS, update))
             if Counter(r.item for r in rollouts) != expected or {r.update for r in rollouts} != {update}:
                 self.faults.append(f"update {update} used {sorted(r.item for r in rollouts)}")

@@ -21,7 +21,7 @@ def register(run_dir: str, name: str, host: str, port: int) -> Path:
     """Writes the file by which a server asks to join. ConfigError for a name that is no file's, or another's."""
     path = Path(run_dir, DIRECTORY, f"{name}.json")
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    if path.name != f"{name}.json" or name.startswith("."):
+    if path.name != f"{name}.json" or not name.strip(".") or name.startswith("."):
         raise ConfigError([f"--join = {name}: no name of a file; give letters and digits"])
     if path.exists() and json.loads(path.read_text()) != {"url": url}:
         raise ConfigError([f"--join = {name}: {path} is another server's; choose another name, or remove the file"])

@@ -5,9 +5,11 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from safetensors.torch import save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rlzero import checkpoint
@@ -17,11 +19,16 @@ from megatron_rlzero.learner.checkpoint import boxes_of_range
 from megatron_rlzero.metrics import RunLog, read_metrics
 from megatron_rlzero.resharding.directories import CheckpointError
 from megatron_rlzero.rollout_files import read_rollouts, write_rollouts
+from megatron_rlzero.run_directory import check_replay
 from tests.tiny import rollouts
 from tests.unit.world import rollout
 
 
-def write(run_dir, version, learner=lambda directory: None, keep=2, finished=()):
+def learner_files(directory):
+    save_file({"main/a/0": torch.zeros(3)}, f"{directory}/rank-00000.safetensors")
+
+
+def write(run_dir, version, learner=learner_files, keep=2, finished=()):
     state = Saved(version, best=0.5, sizes={"metrics.jsonl": 7}, finished=finished)
     return checkpoint.save(run_dir, state, learner, keep)
 
@@ -53,10 +60,31 @@ def test_what_is_not_whole_is_not_there(tmp_path):
 
 
 def test_a_damaged_one_is_named(tmp_path):
-    target = write(tmp_path, 2, finished=[rollout(2, 0)])
-    (target / "rollouts.safetensors").write_bytes(b"\0" * 5)
-    with pytest.raises(CheckpointError, match=r"version-00000002 is damaged: .*rollouts.safetensors"):
+    for file in ("rollouts.safetensors", "learner/rank-00000.safetensors", "state.json"):
+        target = write(tmp_path, 2, finished=[rollout(2, 0)])
+        (target / file).write_bytes((target / file).read_bytes()[:5])
+        with pytest.raises(CheckpointError, match=r"version-00000002 is damaged: .*; remove it to resume from"):
+            checkpoint.resume(tmp_path)
+    target = write(tmp_path, 2)
+    (target / "learner" / "rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"learner lacks \['rank-00000.safetensors'\]; remove it"):
         checkpoint.resume(tmp_path)
+
+
+def test_replays_are_of_what_they_say(tmp_path):
+    config = Config(run_dir=str(tmp_path))
+    config.loop.prompts_per_update = 2
+    for update in (2, 3):
+        write_rollouts(tmp_path / f"{update}", [rollout(update, 0), rollout(update, 1)])
+    target = str(write(tmp_path, 2))
+    files = [str(tmp_path / "2"), str(tmp_path / "3")]
+    assert check_replay(config, files, target) == check_replay(config, files, None) == []
+    assert "give each once" in check_replay(config, files[::-1], None)[0]
+    assert "give that of update 3" in check_replay(config, files[1:], target)[0]
+    assert "no such directory" in check_replay(config, files, f"{target}-nowhere")[0]
+    assert "holds no rollouts" in check_replay(config, [f"{target}/learner/rank-00000.safetensors"], None)[0]
+    config.loop.samples_per_prompt = 2
+    assert len(check_replay(config, files, None)) == 2
 
 
 def test_rollouts_come_back(tmp_path):
@@ -106,7 +134,7 @@ def test_lines_after_the_checkpoint_are_set_aside(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("eval/sampled")] == [(1, 0.25)]
     with RunLog(made, quiet(), Saved()):  # from the start, where no checkpoint had been made
         assert read_metrics(run) == []
-    with pytest.raises(ValueError, match=r"metrics.jsonl has 0 bytes, the checkpoint counts on"):
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl has 0 bytes and the checkpoint counts on"):
         RunLog(made, quiet(), Saved(version=1, sizes=sizes))
 
 

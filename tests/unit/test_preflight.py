@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 
 import pytest
@@ -159,6 +160,12 @@ def test_run_directory(empty, good, tmp_path):
     assert found.startswith(f"run_dir = {run}: a run without a readable config.yaml")
     OmegaConf.save(OmegaConf.structured(parse(empty, resumed).config), run / "config.yaml")
     assert violations(empty, [*resumed, "learner.world_size=1", "loop.updates=7"], starting=True) == []
+    newest = run / "checkpoints" / "version-00000009"
+    newest.mkdir(parents=True)
+    (newest / "state.json").write_text("{")
+    (found,) = violations(empty, resumed, starting=True)
+    assert found.startswith("checkpoint.resume = True: ") and "is damaged" in found
+    shutil.rmtree(newest)
     found = violations(empty, [*resumed, "seed=2", "environment.size=400"], starting=True)
     assert found == [
         "seed = 2: the run in run_dir began with 1; set it back, or choose another run_dir",

@@ -3,8 +3,8 @@
 The leading dimension of everything is the arm, one training run; arms never mix. The task: write the digits of the
 prompt in ascending order, then the end token; the reward is 1 if the whole response is right, else 0. The policy sees
 how often each digit occurs in the prompt and in the response so far, the position and the last token, through two
-hidden layers. Its logits have a fixed root mean square, SCALE: no probability reaches 1, so that entropy and gradients
-do not vanish in a long run; it also means that no probability under the policy is below 0.012.
+hidden layers. Its logits have a fixed root mean square, SCALE, so that every probability lies between 8e-4 and 0.961:
+entropy and gradients do not vanish in a long run, but weights have shorter tails than those of a language model.
 """
 
 from __future__ import annotations
