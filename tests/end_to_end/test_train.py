@@ -39,6 +39,13 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def is_server(process: psutil.Process) -> bool:
+    try:
+        return "vllm.entrypoints" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended since it was listed
+        return False
+
+
 def wait_for(condition: Callable[[], object], seconds: float) -> object:
     end = time.monotonic() + seconds
     while not (result := condition()):
@@ -48,7 +55,14 @@ def wait_for(condition: Callable[[], object], seconds: float) -> object:
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in processes if runs(p)]
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 @pytest.fixture
@@ -89,7 +103,7 @@ def test_a_killed_server_ends_the_run(config):
         metrics = Path(config.run_dir, "metrics.jsonl")
         wait_for(lambda: metrics.exists() and "reward/mean" in metrics.read_text(), 240)
         children = family(process)
-        server = next(p for p in children if "vllm.entrypoints" in " ".join(p.cmdline()))
+        server = next(p for p in children if is_server(p))
         server.kill()
         assert process.wait(30) not in (0, None)
         text = output.read_text()
@@ -102,7 +116,7 @@ def test_a_killed_server_ends_the_run(config):
 @pytest.mark.parametrize("how", ["interrupt", "kill"])
 def test_nothing_is_left_of_a_run_that_is_ended_from_outside(config, how):
     process, output = start(config)
-    wait_for(lambda: any("vllm.entrypoints" in " ".join(p.cmdline()) for p in family(process)), 120)
+    wait_for(lambda: any(is_server(p) for p in family(process)), 120)
     children = family(process)
     if how == "interrupt":  # Ctrl-C goes to every process of the terminal's foreground group
         os.killpg(process.pid, signal.SIGINT)
