@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 #: exit code of a configuration that cannot run
 INVALID = 2
-#: of commands that ask for model.path itself, which nobody brings to the servers
-OWN_SERVERS = "rollout.urls = {urls}: they hold the weights of whichever run used them last; remove it"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -189,16 +187,8 @@ def evaluate(parsed: argparse.Namespace) -> int:
     import numpy as np
 
     from megatron_rlzero.generation.engine import RolloutEngine
-    from megatron_rlzero.validation import ConfigError, load, validate
 
-    config = load(parsed.config, parsed.overrides, starting=False)
-    config.run_dir = f"{config.run_dir}/evaluate-{time.strftime('%Y%m%d-%H%M%S')}"  # for the logs
-    if config.rollout.urls:
-        raise ConfigError([OWN_SERVERS.format(urls=config.rollout.urls)])
-    config.rollout.max_restarts = 0  # one that was started again would have nobody to bring it the weights
-    if violations := validate(config):
-        raise ConfigError(violations)
-    engine = RolloutEngine(config)
+    engine = RolloutEngine(_own_servers(parsed))
     try:
         engine.wait_ready()
         engine.label_weights(0)
@@ -211,21 +201,27 @@ def evaluate(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _own_servers(parsed: argparse.Namespace, updates: int | None = None) -> Config:
+    """The configuration of a command whose servers hold model.path to its end; ``updates`` replaces the run's."""
+    from megatron_rlzero.validation import ConfigError, load, validate
+
+    config = load(parsed.config, parsed.overrides, starting=False)
+    config.run_dir = f"{config.run_dir}/{parsed.command}-{time.strftime('%Y%m%d-%H%M%S')}"  # for the logs
+    if urls := config.rollout.urls:
+        raise ConfigError([f"rollout.urls = {urls}: they hold the weights of whichever run used them last; remove it"])
+    config.rollout.max_restarts = 0  # one that was started again would have nobody to bring it the weights
+    config.loop.updates = updates or config.loop.updates
+    if violations := validate(config):
+        raise ConfigError(violations)
+    return config
+
+
 def generate(parsed: argparse.Namespace) -> int:
     """Exactly what a run would sample for that update, if its weights were those of model.path."""
     from megatron_rlzero.generation.engine import RolloutEngine
     from megatron_rlzero.rollout_files import write_rollouts
-    from megatron_rlzero.validation import ConfigError, load, validate
 
-    config = load(parsed.config, parsed.overrides, starting=False)
-    config.run_dir = f"{config.run_dir}/generate-{time.strftime('%Y%m%d-%H%M%S')}"  # for the logs
-    if config.rollout.urls:
-        raise ConfigError([OWN_SERVERS.format(urls=config.rollout.urls)])
-    config.rollout.max_restarts = 0  # one that was started again would have nobody to bring it the weights
-    config.loop.updates = parsed.update + 1
-    if violations := validate(config):
-        raise ConfigError(violations)
-    engine = RolloutEngine(config)
+    engine = RolloutEngine(_own_servers(parsed, updates=parsed.update + 1))
     try:
         engine.wait_ready()
         engine.label_weights(parsed.update)
