@@ -17,21 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "quickstart" / "qwen3_moe.yaml"
 #: in the environment of the run, and so of everything that it starts
 MARK = "MEGATRON_RLZERO_TINY_RUN"
-MODEL = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
 PROMPTS, SIZE = 8, 512
 
 
@@ -115,12 +100,13 @@ def text(process: psutil.Process) -> str:
 
 
 def make_model(directory: Path) -> Path:
-    """A tiny random model with the quick start's tokenizer."""
+    """The quick start's model with random weights and half its layers."""
     sys.path.insert(0, str(CONFIG.parent))
     import prepare
     from transformers import PreTrainedTokenizerFast
 
     size = prepare.make_tokenizer(directory)
     end = PreTrainedTokenizerFast.from_pretrained(directory).convert_tokens_to_ids(prepare.END)
-    prepare.make_model(directory, MODEL, size, end, seed=0)
+    hf = json.loads(CONFIG.with_suffix(".json").read_text())
+    prepare.make_model(directory, hf | {"num_hidden_layers": 2}, size, end, seed=0)
     return directory

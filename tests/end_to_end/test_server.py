@@ -1,13 +1,9 @@
-"""A real vLLM server: sampling, in-flight refits, refused weights, and processes that end with their parent."""
+"""A real vLLM server: sampling, in-flight refits, refused weights, the bound on lag, and its end."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +28,7 @@ from megatron_rlzero.generation.refit import Refit
 from megatron_rlzero.generation.requests import Answer
 from megatron_rlzero.generation.server import free_port
 from megatron_rlzero.resharding.layout import Box, Layout, Piece, whole_tensors
+from tests.processes import survivors
 
 LONG = 400
 PROMPTS = [[2, 20 + n, 30 + n, 1, 3] for n in range(8)]
@@ -320,51 +317,3 @@ def test_a_killed_server_ends_the_wait(engine: RolloutEngine) -> None:
     assert survivors(children, 5.0) == []
     engine.close()
     engine.close()
-
-
-def command(process: psutil.Process) -> str:
-    """Its command line; empty once it has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
-def survivors(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that still run after ``timeout_s``; a zombie has ended and waits for its new parent to notice."""
-    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
-    return [process for process in alive if command(process)]
-
-
-@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
-def test_no_process_outlives_its_parent(kill: signal.Signals, make_config, tmp_path: Path) -> None:
-    """Killed while the engine core is starting, before vLLM has loaded any plugin there."""
-    stored = tmp_path / "config.pickle"
-    stored.write_bytes(pickle.dumps(make_config()))
-    script = tmp_path / "parent.py"
-    script.write_text(
-        textwrap.dedent("""
-            import pickle, sys
-            from megatron_rlzero.generation.engine import RolloutEngine
-            engine = RolloutEngine(pickle.load(open(sys.argv[1], "rb")))
-            try:
-                engine.wait_ready()
-                engine.take(0)
-            finally:
-                engine.close()
-        """)
-    )
-    parent = subprocess.Popen([sys.executable, str(script), str(stored)], start_new_session=True)
-    try:
-        family: list[psutil.Process] = []
-        while not any("spawn_main" in command(process) for process in family):  # the engine core has begun
-            assert parent.poll() is None
-            time.sleep(0.1)
-            family = psutil.Process(parent.pid).children(recursive=True)
-        assert len(family) >= 3  # API server, client, engine core
-        os.killpg(parent.pid, kill)
-        parent.wait(15.0)
-        assert survivors(family, 10.0) == []  # a thread has to wait while a long import holds the interpreter
-    finally:
-        if parent.poll() is None:
-            parent.kill()

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from megatron_rlzero.config import Config
 from megatron_rlzero.metrics import read_metrics
+from tests.processes import command as process_command
 
 
 def command(config: Config, *overrides: str) -> list[str]:
@@ -40,10 +41,7 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def is_server(process: psutil.Process) -> bool:
-    try:
-        return "vllm.entrypoints" in " ".join(process.cmdline())
-    except psutil.Error:  # it has ended since it was listed
-        return False
+    return "vllm.entrypoints" in process_command(process)
 
 
 def wait_for(condition: Callable[[], object], seconds: float) -> object:
