@@ -204,7 +204,7 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from megatron_rlzero.generation.refit import Refit
 sys.path.insert(0, sys.argv[1])
-from test_server import engine_layout_of, halves, local_half
+from tests.end_to_end.test_server import engine_layout_of, halves, local_half
 weights = load_file(sys.argv[2])
 shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
 store = TCPStore("127.0.0.1", int(sys.argv[3]), 2, False)
@@ -254,7 +254,7 @@ def test_refit_from_two_ranks(
     script.write_text(RANK_1)
     number = int(version(engine)) + 1
     file = directories[0] / "model.safetensors"
-    arguments = [str(Path(__file__).parent), str(file), str(store.port), str(number), str(directories[0])]
+    arguments = [str(Path(__file__).parents[2]), str(file), str(store.port), str(number), str(directories[0])]
     other = subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
     dtypes = dict.fromkeys(shapes, torch.float32)
     refit = Refit([], 0, 2, halves(shapes), engine_layout_of(directories[0]), dtypes, store, "gloo", "lo", 30.0)
