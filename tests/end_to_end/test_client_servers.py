@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron_rlzero.generation.sampler import Sampler, Task
 from megatron_rlzero.generation.schedule import Prompt
 from megatron_rlzero.rollout import Rollout
 from tests.fake_server import FakeServer, good, identity, retries
+from tests.processes import wait_for
 
 
 def test_a_death_in_mid_request_is_nobodys_attempt(attach) -> None:
@@ -28,8 +28,7 @@ def test_a_death_in_mid_request_is_nobodys_attempt(attach) -> None:
 
     engine, (dying, other), config = attach(hold, lambda n, body: good(body), max_retries=0, max_failed_fraction=0.0)
     engine.set_version(0)
-    while not dying.bodies:
-        time.sleep(0.01)
+    wait_for(lambda: dying.bodies, 30.0)
     asked = len(dying.bodies)
     dying.die()
     rollouts = engine.take(0)
@@ -120,14 +119,13 @@ def test_finished_responses_are_handed_back_and_not_asked_for_again(attach, make
     engine, (server,), config = attach(reply, samples_per_prompt=2)
     number = config.loop.prompts_per_update
     engine.set_version(0)
-    while len(engine.finished(0)) < 2 * number:  # of updates 0 and 1, which max_lag allows
-        time.sleep(0.05)
+    wait_for(lambda: len(engine.finished(0)) >= 2 * number, 30.0)  # of updates 0 and 1, which max_lag allows
     partial = engine.finished(1)
     assert [(r.update, r.sample) for r in partial] == [(1, 0)] * number
     release.set()
     first = engine.take(0)
-    while len(whole := engine.finished(1)) < 2 * number:
-        time.sleep(0.05)
+    wait_for(lambda: len(engine.finished(1)) >= 2 * number, 30.0)
+    whole = engine.finished(1)
     assert engine.finished(1) == whole  # it stays here until somebody takes it
     assert [(r.item, r.sample) for r in whole] == [(r.item, r.sample) for r in engine.take(1)]
     assert engine.finished(0) == []

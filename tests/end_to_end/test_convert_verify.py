@@ -1,6 +1,5 @@
 """``convert --verify``: a converted model computes what transformers computes, and another model does not."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 from tests.omni import make_omni
+from tests.processes import run
 from tests.tiny import LLAMA3, make_llama, make_nemotron_h, make_qwen3_moe
 
 #: Megatron-Core's CPU shims stay out of the tests' own process.
@@ -51,8 +51,6 @@ def make_omni_fp32(directory: Path, seed: int) -> Path:
 )
 def test_log_probs_are_those_of_transformers(tmp_path: Path, make, settings, naming):
     source, other = (make(tmp_path / f"model{seed}", seed=seed, **settings) for seed in (0, 1))
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, source, other, tmp_path, naming], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("largest difference of log-probs to transformers: ") == 2
+    done = run([sys.executable, "-c", SCRIPT, source, other, tmp_path, naming], 300.0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("largest difference of log-probs to transformers: ") == 2

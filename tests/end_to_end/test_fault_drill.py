@@ -1,9 +1,10 @@
 """Three minutes of the fault drill: training goes on through kills, and nothing is lost, used twice or left behind."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.processes import run
 
 DRILL = Path(__file__).parents[2] / "tools" / "fault_drill.py"
 
@@ -11,7 +12,7 @@ DRILL = Path(__file__).parents[2] / "tools" / "fault_drill.py"
 def test_training_survives_three_minutes_of_kills(tmp_path):
     report = tmp_path / "report.json"
     arguments = ["--minutes", "3", "--every", "15", "--report", str(report)]
-    run = subprocess.run([sys.executable, str(DRILL), *arguments], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    done = run([sys.executable, DRILL, *arguments], 1000.0)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
     assert found["faults"] == [] and len(found["kills"]) >= 3 and found["starts"][-1] > 0

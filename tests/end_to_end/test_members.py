@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -24,6 +24,7 @@ from megatron_rlzero.generation.schedule import responses_of_update
 from megatron_rlzero.generation.server import Server, free_port
 from megatron_rlzero.rollout import Rollout
 from tests.end_to_end.test_server import Weights, make_refit
+from tests.processes import wait_for
 
 LONG = 100
 
@@ -72,11 +73,10 @@ def again(engine: RolloutEngine, server: Server, rollouts: list[Rollout], seed: 
         return list(threads.map(ask, rollouts))
 
 
-def running(server: Server) -> bool:
-    """Whether it is generating."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10.0) as answer:
-        numbers = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
-    return sum(map(float, numbers)) > 0
+def asked(server: Server, client: psutil.Process) -> bool:
+    """Whether the client has sent it requests: one at a time to a connection."""
+    port = urlsplit(server.url).port
+    return sum(bool(c.raddr) and c.raddr.port == port for c in client.net_connections("tcp")) > 1
 
 
 def equal(rollouts: list[Rollout], answers: list[requests.Answer]) -> list[bool]:
@@ -90,10 +90,12 @@ def equal(rollouts: list[Rollout], answers: list[requests.Answer]) -> list[bool]
 
 def test_a_killed_server_costs_nothing(engine: RolloutEngine, refit: Refit, weights: Weights, config: Config) -> None:
     assert refit.push(weights, 0).detached == {}
-    engine.set_version(0)
     killed, left = engine.servers
-    while not running(killed):
-        time.sleep(0.01)
+    os.kill(killed.process.pid, signal.SIGSTOP)  # nothing is answered before it is killed
+    engine.set_version(0)
+    wait_for(lambda: asked(killed, psutil.Process(engine.client.pid)), 30.0)
+    os.kill(killed.process.pid, signal.SIGCONT)
+    time.sleep(0.05)
     os.kill(killed.process.pid, signal.SIGKILL)
     rollouts = engine.take(0)
     assert engine.servers == [left]
@@ -112,10 +114,12 @@ def test_a_killed_server_costs_nothing(engine: RolloutEngine, refit: Refit, weig
 @pytest.mark.full
 def test_its_successor_is_let_in(engine: RolloutEngine, refit: Refit, weights: Weights, config: Config) -> None:
     (left,) = engine.servers
-    while not (joining := engine.joining()):
+
+    def joining() -> list[Server]:
         engine.members.check(joinable=True)
-        time.sleep(0.2)
-    (successor,) = joining
+        return engine.joining()
+
+    (successor,) = wait_for(joining, 120.0)
     assert (successor.name, successor.log.name) == ("server-0.1", "server-0.1.log")
     with pytest.raises(BadServer, match=r"evaluation: 4 of 4 responses failed.*default"):  # weights of its own
         engine.finish_evaluation(engine.begin_evaluation(False, 4, 1, 0, server=successor.name))

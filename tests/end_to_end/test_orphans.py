@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.processes import command, survivors
+from tests.processes import command, survivors, wait_for
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
@@ -37,11 +36,14 @@ def test_no_process_outlives_its_parent(kill: signal.Signals, make_config, tmp_p
     )
     parent = subprocess.Popen([sys.executable, str(script), str(stored)], start_new_session=True)
     try:
-        family: list[psutil.Process] = []
-        while not any("spawn_main" in command(process) for process in family):  # the engine core has begun
+
+        def begun() -> list[psutil.Process]:
+            """The parent's processes, once the engine core is one of them."""
             assert parent.poll() is None
-            time.sleep(0.1)
-            family = psutil.Process(parent.pid).children(recursive=True)
+            found = psutil.Process(parent.pid).children(recursive=True)
+            return found if any("spawn_main" in command(process) for process in found) else []
+
+        family = wait_for(begun, 120.0)
         assert len(family) >= 3  # API server, client, engine core
         os.killpg(parent.pid, kill)
         parent.wait(15.0)

@@ -1,7 +1,6 @@
 """The worked example of docs/adding_an_architecture.md: a hybrid outside the package converts, probes and trains."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rlzero.architectures import add, architecture
 from megatron_rlzero.metrics import read_metrics
+from tests import processes
 
 FAMILY = Path(__file__).parents[2] / "examples" / "own_hybrid" / "tide.py"
 HF = {
@@ -65,7 +65,7 @@ def config(make_config, tide):
 
 def run(command: str, *arguments: str) -> str:
     line = [sys.executable, "-m", "megatron_rlzero", command, *arguments]
-    process = subprocess.run(line, capture_output=True, text=True)
+    process = processes.run(line, 600.0)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ from megatron_rlzero import checkpoint
 from megatron_rlzero.generation.schedule import prompts_of_update
 from megatron_rlzero.metrics import read_metrics
 from megatron_rlzero.rollout_files import read_rollouts
-from tests.end_to_end.test_train import command, start, wait_for
+from tests.end_to_end.test_train import command, start
+from tests.processes import run, wait_for
 
 TP2 = ("learner.world_size=2", "learner.tensor_model_parallel_size=2")
 TIMES = ("seconds/", "tokens_per_second")
@@ -65,13 +65,13 @@ def kill_at(config, update: int, *overrides: str) -> None:
         assert process.poll() is None, output.read_text()
     finally:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(10.0)
 
 
 def finish(config, *overrides: str) -> str:
-    run = subprocess.run(command(config, *overrides), capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    finished = run(command(config, *overrides), 600.0)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
 
 
 def outcome(run_dir: str) -> tuple[list[dict], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -116,8 +116,8 @@ def replay_equals_the_run(config) -> None:
     replayed = f"{config.run_dir}-replayed"
     arguments = command(config, f"run_dir={replayed}", "--checkpoint", str(state), "--rollouts", batch)
     arguments[arguments.index("train")] = "replay"
-    run = subprocess.run(arguments, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    done = run(arguments, 600.0)
+    assert done.returncode == 0, done.stdout + done.stderr
     (line,), original = read_metrics(replayed), updates(config.run_dir)[update]
     assert line == {name: original[name] for name in line} and line["grad_norm"] > 0
 

@@ -164,7 +164,7 @@ def test_two_refits_in_flight(
             time.sleep(0.3)
             assert not future.done(), "the responses ended before the weights changed; raise LONG"
             refit.push(tensors, step)
-        answers = future.result()
+        answers = future.result(60.0)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert sorted(set(answer.versions.tolist())) == [first, first + 1, first + 2]
         assert (np.diff(answer.versions) >= 0).all()

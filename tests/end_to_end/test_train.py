@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,6 +17,7 @@ from safetensors.torch import load_file
 from megatron_rlzero.config import Config
 from megatron_rlzero.metrics import read_metrics
 from tests.processes import command as process_command
+from tests.processes import run, wait_for
 
 
 def command(config: Config, *overrides: str) -> list[str]:
@@ -42,14 +41,6 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
 
 def is_server(process: psutil.Process) -> bool:
     return "vllm.entrypoints" in process_command(process)
-
-
-def wait_for(condition: Callable[[], object], seconds: float) -> object:
-    end = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.1)
-    return result
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -77,9 +68,9 @@ def test_a_run_from_start_to_export(config):
     config.loop.updates, config.loop.max_lag = 6, 2
     config.probe.every = 2
     config.rollout.temperature = 0.8
-    run = subprocess.run(command(config), capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "mismatch at equal weights, tokens" in run.stdout and f"{config.run_dir}/policy" in run.stdout
+    trained = run(command(config), 600.0)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert "mismatch at equal weights, tokens" in trained.stdout and f"{config.run_dir}/policy" in trained.stdout
     lines = read_metrics(config.run_dir)
     updates = [line for line in lines if "reward/mean" in line]
     assert [line["update"] for line in updates] == list(range(6))
@@ -140,8 +131,8 @@ def test_synchronous_runs_repeat_to_the_bit_also_under_another_layout(make_confi
         config.rollout.max_response_tokens = 8
         config.loop.updates, config.loop.max_lag = 20, 0
         overrides = ["learner.world_size=1", "seed=2"] if layout == ["other seed"] else [f"learner.{o}" for o in layout]
-        run = subprocess.run(command(config, *overrides), capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout + run.stderr
+        trained = run(command(config, *overrides), 600.0)
+        assert trained.returncode == 0, trained.stdout + trained.stderr
         lines = [line for line in read_metrics(config.run_dir) if "reward/mean" in line]
         assert len(lines) == 20
         kept = ("loss", "reward/mean", "grad_norm", "entropy", "rollout_kl/k3", "lag/max", "mismatch/differing_frac")

@@ -14,7 +14,7 @@ from megatron_rlzero.config import Config
 from megatron_rlzero.generation import http, token
 from megatron_rlzero.generation.server import free_port
 from megatron_rlzero.metrics import read_metrics
-from tests.end_to_end.test_train import wait_for
+from tests.processes import wait_for
 
 SECRET = "c0ffee" * 8
 

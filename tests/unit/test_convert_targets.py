@@ -54,7 +54,7 @@ def test_a_killed_conversion_is_never_taken_for_whole(tmp_path, moe, megatron, c
         "hf": ("safetensors_files", "SafetensorsWriter"),
     }[to]
     script = KILLED.format(module=module, writer=writer)
-    run = subprocess.run([sys.executable, "-c", script, source, target, "--to", to], check=False)
+    run = subprocess.run([sys.executable, "-c", script, source, target, "--to", to], check=False, timeout=120.0)
     assert run.returncode == -signal.SIGKILL
     partial = tmp_path / "target.partial"
     assert partial.is_dir() and not target.exists()

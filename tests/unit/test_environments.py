@@ -163,7 +163,7 @@ def test_jsonl_refuses_to_grade_where_signals_do_not_work(tmp_path):
 
     thread = threading.Thread(target=grade)
     thread.start()
-    thread.join()
+    thread.join(10.0)
     assert "main thread" in caught[0]
     assert environment.grade(0, "1", True) == 1.0
 
