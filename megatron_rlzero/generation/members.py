@@ -219,6 +219,7 @@ class Members:
             else:
                 self.registered[name, url] = self._another(name, url)
                 self._expect(self.registered[name, url])
+                _say(f"{self.registered[name, url].name} ({url}) asks to join, and may as soon as it answers")
 
     def _leave(self, leaver: Server) -> None:
         if leaver in self.servers:
