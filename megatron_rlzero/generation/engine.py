@@ -228,7 +228,8 @@ class RolloutEngine:
                 admit()
             if key not in self.apart:
                 self.members.check(joinable=admit is not None)
-            self._receive()
+            if key not in self.messages:  # what looked for servers that join may have taken it in
+                self._receive()
         answer = self.messages.pop(key)
         self.apart.discard(key)
         if isinstance(answer, BadServer):

@@ -108,6 +108,20 @@ def test_an_evaluation_of_one_server_says_what_is_wrong_with_it(attach) -> None:
         engine.evaluate(False)
 
 
+def test_rollouts_that_are_there_are_not_waited_for(attach, monkeypatch) -> None:
+    engine, _, config = attach(lambda n, body: good(body))
+    engine.set_version(0)
+    wait_for(engine.connection.poll, 30.0)
+
+    def wait() -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(engine, "_receive", wait)
+    assert len(engine.take(0, admit=lambda: None)) == config.loop.prompts_per_update
+    with pytest.raises(TimeoutError):
+        engine.take(2)  # which waits for version 1
+
+
 def test_finished_responses_are_handed_back_and_not_asked_for_again(attach, make_config) -> None:
     release = threading.Event()
 
