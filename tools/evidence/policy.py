@@ -9,11 +9,13 @@ entropy and gradients do not vanish in a long run, but weights have shorter tail
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rlzero.advantage import ADVANTAGES
 from megatron_rlzero.generation.sampling import gumbel, stream
-from megatron_rlzero.loss import reinforce_zero
+from megatron_rlzero.objectives import OBJECTIVES
 
 #: digits 0 to 6 and the end token; longest prompt; tokens of the longest response
 VOCABULARY, LONGEST = 8, 15
@@ -115,8 +117,19 @@ def reward(tokens: Tensor, answers: Tensor) -> Tensor:
 class Learner:
     """Parameters, Adam's moments and one step of the project's objective, for all arms at once."""
 
-    def __init__(self, params: Params, rate: Tensor, clip: Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        params: Params,
+        rate: Tensor,
+        clip: Tensor,
+        dtype: torch.dtype,
+        objective: str = "reinforce_zero",
+        samples: int = 1,
+    ) -> None:
+        """``samples`` responses in a row are of one prompt; ``grpo`` takes its own advantage, others batch_mean."""
         self.params, self.rate, self.clip, self.dtype = params, rate, clip, dtype
+        self.objective, self.samples = OBJECTIVES[objective], samples
+        self.estimator = ADVANTAGES["grpo" if objective == "grpo" else "batch_mean"]
         self.moments = {f"{m}.{name}": torch.zeros_like(p) for m in ("m", "v") for name, p in params.items()}
         self.steps = torch.zeros((), dtype=torch.int64)
         self.alive = torch.ones(len(rate), dtype=torch.bool)
@@ -128,21 +141,29 @@ class Learner:
     def gradients(
         self, prompt: Tensor, tokens: Tensor, log_mu: Tensor, weight: Tensor, rewards: Tensor
     ) -> tuple[Params, dict[str, Tensor]]:
-        """Gradient of -(1/B) sum_i (1/T_i) sum_t A_i w_it by each arm's parameters, and what the metrics need.
+        """Gradient of the objective, over B, by each arm's parameters, and what the metrics need.
 
         prompt [arms, B, VOCABULARY]; tokens, log_mu, weight (1 / T_i at action tokens, else 0) [arms, B, T];
-        rewards [arms, B]. A_i = R_i - mean of the arm's batch. ``reinforce_zero`` sums over arms too; since no arm
-        depends on another's parameters, each gets the gradient of its own.
+        rewards [arms, B]. The objective sums over arms too; since no arm depends on another's parameters, each gets
+        the gradient of its own.
         """
         leaves = {name: p.detach().requires_grad_() for name, p in self.params.items()}
         whole = log_probs({k: p.to(self.dtype) for k, p in leaves.items()}, states(prompt, tokens, self.dtype))
         log_pi = whole.gather(-1, tokens.reshape(len(tokens), -1, 1)).view(tokens.shape)
-        advantage = (rewards - rewards.mean(1, keepdim=True))[..., None].expand_as(tokens)
-        total, ratio = reinforce_zero(log_pi, log_mu, advantage, weight)
-        found = torch.autograd.grad(total / tokens.shape[1], list(leaves.values()))
+        advantage = self.advantages(rewards)[..., None].expand_as(tokens)
+        response = torch.arange(rewards.numel()).repeat_interleave(tokens.shape[-1])
+        flat = (x.flatten() for x in (log_pi, log_mu, advantage, weight))
+        found = torch.autograd.grad(self.objective(*flat, response) / tokens.shape[1], list(leaves.values()))
         entropy = -(whole.detach().exp() * whole.detach()).sum(-1).view(tokens.shape)
-        loss = -(weight * advantage * ratio).sum((1, 2)) / tokens.shape[1]
+        ratio = torch.where(weight > 0, log_pi.detach() - log_mu, 0.0).exp()
+        loss = -(weight * advantage * ratio).sum((1, 2)) / tokens.shape[1]  # of reinforce_zero, whatever the objective
         return dict(zip(leaves, found, strict=True)), {"log_pi": log_pi.detach(), "loss": loss, "entropy": entropy}
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """The project's estimates, fp32 [arms, B]."""
+        groups = np.arange(rewards.shape[1]) // self.samples
+        rows = [self.estimator(arm.astype(np.float64), groups) for arm in rewards.numpy()]
+        return torch.from_numpy(np.stack(rows).astype(np.float32))
 
     def step(self, gradients: Params, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Clips each arm's gradient by its whole norm and steps; (norm before clipping, norm of the change) [arms].

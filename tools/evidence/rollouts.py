@@ -20,11 +20,17 @@ from tools.evidence.policy import END, LIMIT, VOCABULARY
 class Rollouts:
     """The slots of all arms. ``tensors`` is their whole state."""
 
-    def __init__(self, seeds: list[int], arms: Tensor, kappa: Tensor, slots: int, batch: int, rule: str) -> None:
-        """``arms`` int64 [arms]: which of ``seeds`` each arm has; ``kappa`` fp32 [arms]: logit noise of the sampler."""
+    def __init__(
+        self, seeds: list[int], arms: Tensor, kappa: Tensor, slots: int, batch: int, rule: str, samples: int = 1
+    ) -> None:
+        """``arms`` int64 [arms]: which of ``seeds`` each arm has; ``kappa`` fp32 [arms]: logit noise of the sampler.
+
+        ``samples`` responses in a row have one prompt.
+        """
         if slots % 16 or batch % 16 or slots % batch or rule not in ("bound", "first_finished"):
             raise ValueError(f"{slots} slots, batches of {batch}, rule {rule}: take multiples of 16 and of the batch")
         self.seeds, self.arms, self.kappa, self.batch, self.rule = seeds, arms, kappa, batch, rule
+        self.samples = samples
         self.rows = torch.arange(len(arms))[:, None]
         n, integer = (len(arms), slots), torch.int64
         self.tensors = {
@@ -47,7 +53,7 @@ class Rollouts:
         """The next prompts, the same for every arm of a seed but for their lengths; slots int64 [arms, n]."""
         t, at = self.tensors, (self.rows, slots)
         prompts = t["started"] + torch.arange(slots.shape[1])
-        digits, uniform = policy.contents(self.seeds, 0, prompts)
+        digits, uniform = policy.contents(self.seeds, 0, prompts // self.samples)
         draws, logits = (policy.noise(self.seeds, 0, kind, prompts, LIMIT) for kind in (policy.DRAW, policy.LOGITS))
         t["prompt"][at], t["answer"][at] = policy.make(digits[self.arms], uniform[self.arms], difficulty)
         t["gumbel"][at] = draws.float()[self.arms]

@@ -12,6 +12,7 @@ import torch
 from rich.progress import Progress, TextColumn
 from torch import Tensor
 
+from megatron_rlzero.objectives import OBJECTIVES
 from tools.evidence import policy
 from tools.evidence.policy import END, LIMIT, LONGEST, Learner
 from tools.evidence.rollouts import Rollouts
@@ -58,6 +59,8 @@ class Plan:
     every: int = 50
     gain: float = 0.2
     dtype: torch.dtype = torch.bfloat16
+    objective: str = "reinforce_zero"
+    samples: int = 1
 
 
 class Run:
@@ -69,12 +72,15 @@ class Run:
         self.index = torch.tensor([self.seeds.index(arm.seed) for arm in plan.arms])
         kappa, rate, clip = (torch.tensor([getattr(arm, k) for arm in plan.arms]) for k in ("kappa", "rate", "clip"))
         warm = warm_up(self.seeds, plan.dtype)
-        self.learner = Learner({k: p[self.index].clone() for k, p in warm.items()}, rate, clip, plan.dtype)
-        self.rollouts = Rollouts(self.seeds, self.index, kappa, plan.slots, plan.batch, plan.rule)
+        self.learner = Learner(
+            {k: p[self.index].clone() for k, p in warm.items()}, rate, clip, plan.dtype, plan.objective, plan.samples
+        )
+        self.rollouts = Rollouts(self.seeds, self.index, kappa, plan.slots, plan.batch, plan.rule, plan.samples)
         self.difficulty = torch.full((len(plan.arms),), FIRST)
         arms = [[getattr(arm, k) for k in ("seed", "kappa", "rate", "clip")] for arm in plan.arms]
         self.arms = torch.tensor(arms, dtype=torch.float64)
         shared = (plan.slots, plan.rule == "bound", plan.ticks, plan.batch, plan.every, plan.gain, plan.dtype.itemsize)
+        shared += (list(OBJECTIVES).index(plan.objective), plan.samples)
         self.shared = torch.tensor(shared, dtype=torch.float64)
         self.log = torch.zeros(plan.updates, len(plan.arms), len(METRICS))
         self.held_out = torch.zeros(plan.updates // plan.every + 1, len(plan.arms), len(HELD_OUT))
@@ -237,6 +243,8 @@ def settings(plan: Plan) -> dict[str, object]:
         "ticks": plan.ticks,
         "updates": plan.updates,
         "dtype": str(plan.dtype),
+        "objective": plan.objective,
+        "samples_per_prompt": plan.samples,
         "parameters": sum(p[0].numel() for p in policy.initial([0]).values()),
         "vocabulary": policy.VOCABULARY,
         "longest_prompt": LONGEST,
