@@ -32,7 +32,7 @@ from megatron_rlzero.generation.server import free_port
 from megatron_rlzero.resharding.layout import Box, Layout, Piece, whole_tensors
 from tests.processes import survivors
 
-LONG = 400
+LONG = 800
 PROMPTS = [[2, 20 + n, 30 + n, 1, 3] for n in range(8)]
 KEYS = [(1, 0, item, 0) for item in range(8)]
 

@@ -39,12 +39,12 @@ from tools.tiny_run import CONFIG
 #: recomputing activations makes the learner slower.
 KINDS = {
     "exponential": tuple(
-        Sizes(64, slots, 64, 256, recompute)
-        for slots, recompute in ((32, "full"), (48, "full"), (64, "full"), (32, "none"), (24, "none"), (16, "none"))
+        Sizes(64, slots, 32, 128, recompute)
+        for slots, recompute in ((48, "none"), (32, "none"), (48, "full"), (64, "full"), (24, "none"))
     ),
     "even": tuple(
         Sizes(64, slots, 64, 64, recompute)
-        for slots, recompute in ((32, "none"), (32, "full"), (48, "full"), (24, "none"), (16, "none"), (12, "none"))
+        for slots, recompute in ((32, "none"), (48, "none"), (24, "none"), (32, "full"), (16, "none"))
     ),
 }
 REPEATS = 3

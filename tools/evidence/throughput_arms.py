@@ -22,12 +22,17 @@ from tools.evidence.drawn_client import draw
 from tools.tiny_run import CONFIG, ROOT
 
 SEED, LAG, SIZE = 1, 8, 2048
+#: about 150 tokens before each problem, one a letter: the learner computes them every time, the server from its cache
+PROMPT = (
+    "Read the line below with care and answer with nothing but the one word that it asks for letter by letter from "
+    "the last one to the first and then stop {problem}"
+)
 #: updates of an asynchronous run, and those of every run that are measured. Before them the queue fills, after them
 #: there is no further prompt to start, and the queue empties; a synchronous run ends with them.
-UPDATES = 32
+UPDATES = 26
 MEASURED = range(LAG + 2, UPDATES - LAG - 1)
 #: of a pilot, which is synchronous
-PILOT_UPDATES, PILOT = 8, range(2, 8)
+PILOT_UPDATES, PILOT = 6, range(1, 6)
 #: lag, and whether learner and server have a core each (or both cores, one after the other)
 ARMS = {"asynchronous": (LAG, True), "synchronous": (0, True), "colocated": (0, False)}
 #: what is kept of an update; period is from the end of the update before to its own
@@ -72,6 +77,8 @@ def overrides(sizes: Sizes, model: Path, lag: int, pinned: bool, updates: int) -
         f"rollout.max_num_seqs={sizes.slots}",
         f"rollout.max_response_tokens={sizes.longest}",
         f"environment.size={SIZE}",
+        f"environment.prompt_template={PROMPT}",
+        "rollout.max_prompt_tokens=192",
         f"loop.prompts_per_update={sizes.batch}",
         f"loop.max_lag={lag}",
         f"loop.updates={updates}",
