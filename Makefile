@@ -11,12 +11,14 @@ demo: venv
 	$(PYTHON) -m megatron_rlzero train $(CONFIG) run_dir=$(RUN)
 	$(PYTHON) examples/quickstart/compare.py $(CONFIG) $(RUN)
 
-# two at a time, each file by one worker: most tests wait for processes of one thread each
+# two at a time, each file by one worker: most tests wait for processes of one thread each; the long files come first
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: venv
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 test-full: venv
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile -m "not real"
+	$(PYTEST) -m "not real"
 
 # downloads the weights of SmolLM2-135M-Instruct, 93 MB
 test-real: venv

@@ -1,6 +1,7 @@
 """Checkpoints are whole or absent, rollouts come back as they were, and lines of abandoned updates are set aside."""
 
 import io
+import time
 from dataclasses import fields
 
 import numpy as np
@@ -20,6 +21,7 @@ from megatron_rlzero.metrics import RunLog, read_metrics
 from megatron_rlzero.resharding.directories import CheckpointError
 from megatron_rlzero.rollout_files import read_rollouts, write_rollouts
 from megatron_rlzero.run_directory import check_replay
+from tests.processes import wait_for
 from tests.tiny import rollouts
 from tests.unit.world import rollout
 
@@ -123,6 +125,8 @@ def test_lines_after_the_checkpoint_are_set_aside(tmp_path):
             log.update(update, {"loss": 2.0})
     with pytest.raises(FileExistsError):
         RunLog(made, quiet())
+    began = int(time.time())
+    wait_for(lambda: int(time.time()) > began, 2.0)  # TensorBoard orders its files by the second of their start
     with RunLog(made, quiet(), Saved(version=1, sizes=sizes)) as log:
         log.update(1, {"loss": 3.0})
     run = tmp_path / "run"
