@@ -8,7 +8,6 @@ when the difficulty changes; held-out prompts, of every length, stay.
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rlzero.rollout import Rollout
-from tools.evidence.results import ROOT
+from tools.evidence.results import ROOT, write_whole
 
 #: longest prompt; training prompts, held-out prompts
 LONGEST, TRAINING, HELD_OUT = 24, 16384, 256
@@ -54,9 +53,7 @@ def write(path: Path, count: int, difficulty: float, seed: str) -> None:
         length = 1 + int(draw.random() * difficulty)
         digits = "".join(draw.choice(DIGITS) for _ in range(LONGEST))[:length]  # the same digits at any difficulty
         lines.append(json.dumps({"problem": digits, "answer": "".join(sorted(digits))}))
-    beside = path.with_suffix(".part")
-    beside.write_text("\n".join(lines) + "\n")
-    os.replace(beside, path)
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def make_tokenizer(directory: Path) -> tuple[int, int]:

@@ -26,8 +26,8 @@ from megatron_rlzero.config import Config
 from megatron_rlzero.rollout import Rollout
 from megatron_rlzero.rollout_files import read_rollouts, write_rollouts
 from megatron_rlzero.validation import load
+from tools.evidence.results import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK_START = ROOT / "examples" / "quickstart" / "qwen3_moe.yaml"
 #: of the quick start's model
 LAYERS = 2

@@ -39,6 +39,13 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[float]]
         writer.writerows([f"{value:.3g}" if isinstance(value, float) else value for value in row] for row in rows)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Written beside, then renamed: what lies at ``path`` is always whole."""
+    beside = path.with_suffix(".part")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
 def write_json(path: Path, found: dict[str, object]) -> None:
     path.write_text(json.dumps({"kind": "one process", "machine": machine()} | found, indent=1) + "\n")
     print(f"{path.with_suffix('')}.csv, .png, .json")

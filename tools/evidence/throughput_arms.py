@@ -19,6 +19,7 @@ from megatron_rlzero.generation.schedule import responses_of_update
 from megatron_rlzero.metrics import TENSORBOARD_DIR, read_metrics
 from tools.evidence import throughput_run
 from tools.evidence.drawn_client import draw
+from tools.evidence.results import write_whole
 from tools.tiny_run import CONFIG, ROOT
 
 SEED, LAG, SIZE = 1, 8, 2048
@@ -133,10 +134,7 @@ def stored(out: Path, name: str, settings: dict, head: list[str], env: dict, cor
 
 
 def saved(file: Path, found: dict) -> dict:
-    """Written beside, then renamed: what lies at ``file`` is always whole."""
-    beside = file.with_suffix(".part")
-    beside.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(beside, file)
+    write_whole(file, json.dumps(found, indent=1) + "\n")
     return found
 
 
