@@ -88,7 +88,7 @@ def test_the_deadline_records_a_slow_response_as_failed(attach, make_config) -> 
     reasons = {rollout.item: rollout.finish_reason for rollout in engine.take(0)}
     assert reasons.pop(slow) == "failed"
     assert set(reasons.values()) == {"stop"}
-    assert 11.0 < time.monotonic() - start < 20.0
+    assert 11.0 < time.monotonic() - start < 55.0
 
 
 def test_prompts_start_when_the_version_allows_and_load_is_spread(attach) -> None:

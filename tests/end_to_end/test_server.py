@@ -164,7 +164,7 @@ def test_two_refits_in_flight(
             time.sleep(0.3)
             assert not future.done(), "the responses ended before the weights changed; raise LONG"
             refit.push(tensors, step)
-        answers = future.result(60.0)
+        answers = future.result(240.0)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert sorted(set(answer.versions.tolist())) == [first, first + 1, first + 2]
         assert (np.diff(answer.versions) >= 0).all()
@@ -271,7 +271,7 @@ def test_refit_from_two_ranks(
         assert np.abs(answer.logprobs - reference(directories[1], prompt, answer)).max() > 0.1
     with pytest.raises(RuntimeError, match=r"refused the weights: 1 of .* of lm_head.weight"):
         refit.push(local_half(weights[0], 0), 1000)
-    output, _ = other.communicate(timeout=30.0)
+    output, _ = other.communicate(timeout=120.0)
     assert "refused the weights: 1 of" in output
     assert version(engine) == str(number)
 
@@ -315,7 +315,7 @@ def test_a_killed_server_ends_the_wait(engine: RolloutEngine) -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=rf"server-0 \(pid {server.process.pid}\) was killed by SIGKILL"):
         engine.take(4)
-    assert time.monotonic() - start < 8.0
-    assert survivors(children, 5.0) == []
+    assert time.monotonic() - start < 30.0
+    assert survivors(children, 20.0) == []
     engine.close()
     engine.close()

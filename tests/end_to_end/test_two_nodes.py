@@ -64,7 +64,7 @@ def test_two_nodes_and_an_attached_server(config: Config, tmp_path: Path, monkey
             arguments = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *place, *train]
             nodes.append(run(arguments, tmp_path / f"node-{node}.log"))
         monkeypatch.setattr(http, "HEADERS", token.header(SECRET))
-        wait_for(lambda: answer(url), 120.0)
+        wait_for(lambda: answer(url), 240.0)
         for wrong in ({}, token.header("d" * 64)):
             monkeypatch.setattr(http, "HEADERS", wrong)
             for route in ("health", "weight_info", "pause", "inference/v1/generate"):

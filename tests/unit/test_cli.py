@@ -74,7 +74,7 @@ def test_ten_faults_from_the_shell(base):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 2

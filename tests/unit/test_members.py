@@ -49,7 +49,7 @@ class World:
         return path
 
     def until(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + 10.0
+        end = time.monotonic() + 60.0
         while not condition():
             assert time.monotonic() < end
             self.members.look()

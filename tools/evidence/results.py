@@ -40,7 +40,8 @@ def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[float]]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Written beside, then renamed: what lies at ``path`` is always whole."""
+    """Written beside, then renamed: what lies at ``path`` is always whole. Makes the directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".part")
     beside.write_text(text)
     os.replace(beside, path)
