@@ -40,6 +40,7 @@ class Engine(Protocol):
     def detach(self, name: str, reason: str) -> None: ...
     def take(self, update: int, admit: Admit | None = None) -> list[Rollout]: ...
     def finished(self, update: int) -> list[Rollout]: ...
+    def refitted(self) -> list[str]: ...
     def joining(self) -> list[Server]: ...
     def attach(self, server: Server) -> None: ...
     def turn_away(self, server: Server, reason: str) -> None: ...
@@ -157,7 +158,7 @@ def check_same_version(
 
 def hand_over(ranks: Ranks, engine: Engine, version: int) -> RefitStats:
     """Brings every server to ``version``; one that was not there in time gets no further requests."""
-    refit = ranks.push(version)
+    refit = ranks.push(version, engine.refitted())
     for name, reason in refit.detached.items():
         engine.detach(name, reason)
     engine.set_version(version)
@@ -169,7 +170,7 @@ def admit(config: Config, ranks: Ranks, engine: Engine, log: Log, version: int) 
     for server in engine.joining():
         faults = ranks.attach([(server.name, server.url, server.workers)])
         if not faults:
-            faults = ranks.push(version, only=[server.name]).detached
+            faults = ranks.push_first(version, server.name).detached
         if not faults and config.probe.every:
             faults = {server.name: fault} if (fault := unfit(config, ranks, engine, server.name)) else {}
         if faults:

@@ -16,6 +16,12 @@ DEFAULT_SEED = 0
 #: what some scorers raise on text that does not parse as their answer: prime_factorization on "None", for one
 SCORER_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
+#: tasks whose scorer gives the response to eval(), or to sympy's parse_expr, which calls it; codeio's items are code
+EVALUATED = (
+    "binary_matrix", "codeio", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
+    "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
+)  # fmt: skip
+
 log = logging.getLogger(__name__)
 
 
@@ -26,7 +32,7 @@ def open_task(task: str, parameters: dict[str, Any], size: int) -> Any:
     seed + i, so that a data set is the same in every process.
 
     Raises:
-        DataError: no such task, or parameters that the task refuses.
+        DataError: no such task, one whose scorer runs responses as code, or parameters that the task refuses.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of a library that reasoning-gym imports
@@ -37,13 +43,21 @@ def open_task(task: str, parameters: dict[str, Any], size: int) -> Any:
         near = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4)
         fix = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(DATASETS))}"
         raise DataError([f"environment.task = {task}: reasoning-gym has no such task; {fix}"])
+    if task in EVALUATED:
+        others = ", ".join(name for name in EVALUATED if name != task)
+        raise DataError(
+            [
+                f"environment.task = {task}: it runs text that a model wrote as Python code, outside of any sandbox; "
+                f"choose another one, but none of {others}"
+            ]
+        )
     if "size" in parameters:
         raise DataError([f"environment.parameters.size = {parameters['size']}: has its own key; use environment.size"])
     try:
         dataset = reasoning_gym.create_dataset(task, **{"seed": DEFAULT_SEED, **parameters, "size": 2 * size})
         entry = dataset[0]
         dataset.score_answer(entry["answer"], entry)
-    except (AssertionError, TypeError, ValueError, LookupError, OSError) as error:  # what its tasks raise
+    except (AssertionError, AttributeError, TypeError, ValueError, LookupError, OSError) as error:  # what its tasks raise
         known = ", ".join(name for name in DATASETS[task][1].__dataclass_fields__ if name != "size")
         raise DataError(
             [f"environment.parameters = {parameters}: {task} refuses them: {error!r}; it takes {known}"]

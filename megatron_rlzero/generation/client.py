@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import resource
 import sys
 import threading
 import traceback
@@ -30,6 +31,11 @@ from megatron_rlzero.rollout import Rollout
 
 class TooManyFailed(RuntimeError):
     """More responses failed than ``rollout.max_failed_fraction`` allows."""
+
+
+def places(config: Config) -> int:
+    """Requests that a server gets at a time: as many as it computes together, and some that may begin at once."""
+    return config.rollout.max_num_seqs + max(config.rollout.max_num_seqs // 8, 2)
 
 
 class Client:
@@ -63,7 +69,7 @@ class Client:
         """Ends the process when rank 0 says close or is gone; raises what any task raises."""
         closed = asyncio.Event()
         async with session() as self.session, asyncio.TaskGroup() as self.tasks:
-            self.rotation = Rotation(self.session, self.tasks, self.outbox.put)
+            self.rotation = Rotation(self.session, self.tasks, self.outbox.put, places(self.config))
             self.sampler.start(self.rotation)
             asyncio.get_running_loop().add_reader(self.connection.fileno(), self._receive, closed)
             self.tasks.create_task(self._produce())
@@ -199,6 +205,8 @@ def main() -> None:
         os._exit(1)  # grading processes may hang; they end with this one
 
     sys.excepthook = die
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each request has a connection
     config, finished = connection.recv()
     token.use(config.rollout.token_file)
     asyncio.run(Client(config, finished, connection, outbox).run())

@@ -112,6 +112,10 @@ class RolloutEngine:
         """
         self._send("version", version)
 
+    def refitted(self) -> list[str]:
+        """Names of the servers that get new weights: those in rotation, and those that leave and still answer."""
+        return [each.name for each in [*self.servers, *self.members.leaving]]
+
     def joining(self) -> list[Server]:
         """Servers that are up and checked, and wait for the weights; the same ones until something is done about it."""
         while self.connection.poll():

@@ -1,4 +1,4 @@
-"""Rewards in processes of their own: one that hangs on a response is ended at the deadline and replaced."""
+"""Rewards in processes of their own: one that hangs on a response is ended at the deadline and replaced, as a dead one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 from megatron_rlzero import environments
 from megatron_rlzero.config import Environment as EnvironmentConfig
+from megatron_rlzero.generation.requests import BadAnswer
 from megatron_rlzero.watch import end_with
 
 #: grading processes; a reward takes about a millisecond, but a hanging one holds its process until the deadline
@@ -29,7 +31,10 @@ def _grade(split: str, item: int, response: str, finished: bool) -> float:
     """Runs in a grading process, in its main thread; an environment is built when its first response comes."""
     if split not in _environments:
         _environments[split] = environments.build(_config, split)
-    return float(_environments[split].grade(item, response, finished))
+    try:
+        return float(_environments[split].grade(item, response, finished))
+    except SystemExit:  # would end the client
+        return 0.0
 
 
 class Graders:
@@ -57,6 +62,7 @@ class Graders:
 
         Raises:
             TimeoutError: not graded by the deadline.
+            BadAnswer: the grading process ended over it.
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout_at(deadline):
@@ -64,6 +70,10 @@ class Graders:
         try:
             async with asyncio.timeout_at(deadline):
                 reward = await loop.run_in_executor(executor, _grade, split, item, response, finished)
+        except BrokenProcessPool as error:
+            executor.shutdown(wait=False)
+            executor = self._executor()
+            raise BadAnswer("the grading process ended: killed, out of memory, or by the scorer's libraries") from error
         except TimeoutError:
             for pid in list(executor._processes):  # the executor's own shutdown would wait for it
                 os.kill(pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -38,7 +39,7 @@ class RefitStats:
 
 @dataclass
 class _Link:
-    """A server as this rank sees it; ``url`` is set on rank 0."""
+    """A server as this rank sees it."""
 
     name: str
     url: str
@@ -49,7 +50,7 @@ class _Link:
 
 
 class Refit:
-    """Pushes a learner's weights into vLLM servers; all public methods are collective over learner ranks.
+    """Pushes a learner's weights into vLLM servers; ``add`` and ``push`` are collective over learner ranks.
 
     Args:
         servers: (name, url, workers) each; rank 0's list counts, the other ranks may pass an empty one.
@@ -97,11 +98,14 @@ class Refit:
     def add(self, servers: Sequence[tuple[str, str, int]]) -> dict[str, str]:
         """Takes further servers in, as the constructor does; the next ``push`` brings them their first weights.
 
+        One whose address another one had takes its place: what was there before is gone.
+
         Returns:
             Those that were not taken in, because they refuse the plan or are gone, and why, by name.
         """
         faults = {}
         for link in self._describe(servers):
+            self.links = [other for other in self.links if other.url != link.url]
             fault = self._agree(lambda link=link: self._absence(link))
             if not fault:
                 self._plan([link])
@@ -111,6 +115,10 @@ class Refit:
             else:
                 self.links.append(link)
         return faults
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Forgets all servers but these, which get no further weights. The same on every rank; not collective."""
+        self.links = [link for link in self.links if link.name in names]
 
     def push(self, tensors: Mapping[str, Tensor], version: int, only: Sequence[str] | None = None) -> RefitStats:
         """Replaces every server's weights by ``version``; requests in flight go on with the new weights.
@@ -175,7 +183,7 @@ class Refit:
         """One server: weights are staged while rank 0's request waits for them; the pause is for the swap alone."""
         update = None
         if self.rank == 0:
-            self._post(link, "/start_weight_update", None)
+            self._start(link)
             update = self.threads.submit(self._post, link, "/update_weights", {"update_info": {}})
         limit = timedelta(seconds=self.deadline_s)
         try:
@@ -191,6 +199,17 @@ class Refit:
             self._post(link, "/pause?mode=keep&clear_cache=true", None)  # else tokens see keys of the old weights
             self._post(link, "/finish_weight_update", {"weight_version": str(version)})
             self._post(link, "/resume", None)
+
+    def _start(self, link: _Link) -> None:
+        """Opens the server's session, after the one of a run that ended within its refit: vLLM would keep that open."""
+        try:
+            self._post(link, "/start_weight_update", None)
+        except http.ServerError as error:
+            if "already active" not in str(error):
+                raise
+            with suppress(http.ServerError):  # its answer to what it abandons
+                self._post(link, "/update_weights", {"update_info": {"abandon": True}})
+            self._post(link, "/start_weight_update", None)
 
     def _connect(self, link: _Link) -> str:
         """Rank 0 listens, tells the other ranks and the server the port, and all join the server's group.

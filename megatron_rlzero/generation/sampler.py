@@ -69,7 +69,8 @@ class Sampler:
     async def respond(self, task: Task, reasons: list[str]) -> Rollout:
         """One response; after the last retry or the deadline one that is recorded as failed, with its ``reasons``.
 
-        The deadline does not run while there is no server, and a server's death is no attempt.
+        The deadline does not run while there is no place at a server. A server's death is no attempt, and the time
+        spent there does not count.
 
         Raises:
             Lost: the one server that may answer is gone.
@@ -92,6 +93,7 @@ class Sampler:
                 reward = await self.graders.grade(task.split, task.prompt.item, text, finished, deadline)
             except Lost as error:
                 self._note(task, attempt, str(error), tokens, now() - asked, rerouted=True)
+                deadline += now() - asked
                 if task.server is not None:
                     raise
                 lost += 1
@@ -110,11 +112,10 @@ class Sampler:
             attempt += 1
 
     async def _server(self, task: Task) -> Member:
+        """Evaluations come first, since training waits for them, then the oldest update."""
         if task.server is None:
-            return await self.rotation.choose()
-        if task.server not in self.rotation.members:
-            raise Lost(f"{task.server} is gone")
-        return self.rotation.members[task.server]
+            return await self.rotation.choose(task.update)
+        return self.rotation.name(task.server)
 
     def _encode(self, split: str, item: int) -> list[int]:
         try:

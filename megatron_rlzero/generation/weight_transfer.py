@@ -45,7 +45,9 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Nothing: the plan is known from the start."""
+    """The plan is known from the start; ``abandon`` ends a session that an earlier run left open."""
+
+    abandon: bool = False
 
 
 class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -123,7 +125,10 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises ValueError, beginning with REFUSED and naming a tensor, if one is not finite."""
+        """Raises ValueError, beginning with REFUSED and naming a tensor, if one is not finite; and to abandon."""
+        if update_info.abandon:
+            self.staged = {}
+            raise ValueError("the session of an earlier run is abandoned")
         limit = timedelta(seconds=self.info.deadline_s)
         execute(self.transfers, self.rank, self.group, {}, self.staged, self.dtypes, limit)
         for t in self.transfers:

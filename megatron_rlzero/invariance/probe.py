@@ -26,6 +26,7 @@ TRACED = 64
 class Engine(Protocol):
     """What the probe asks of generation/engine.py."""
 
+    def refitted(self) -> list[str]: ...
     def begin_evaluation(
         self, greedy: bool, prompts: int, samples: int, concurrency: int, server: str | None = None
     ) -> int: ...
@@ -36,7 +37,7 @@ class Scorer(Protocol):
     """The learner: log-prob of every token, fp32, one array per response; and handing over its weights."""
 
     def score_rollouts(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]: ...
-    def push(self, version: int) -> Any: ...
+    def push(self, version: int, servers: Sequence[str]) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def grid(engine: Engine, learner: Scorer, prompts: int, tokens: int, response_to
     def sample(how: str, prompts: int, samples: int, concurrency: int, in_flight: bool = False) -> list[Rollout]:
         request = engine.begin_evaluation(False, prompts, samples, concurrency)
         if in_flight:
-            learner.push(version + 1)
+            learner.push(version + 1, engine.refitted())
         rollouts = engine.finish_evaluation(request)
         rows.append(compare(how, "packed", rollouts, learner.score_rollouts(rollouts)))
         return rollouts

@@ -45,10 +45,16 @@ class Ranks:
         log_pi = self.score(Batch.of(rollouts))[0].numpy()
         return np.split(log_pi, np.cumsum([len(r.tokens) for r in rollouts])[:-1])
 
-    def push(self, version: int, only: Sequence[str] | None = None) -> RefitStats:
-        """Hands the present weights to every server, or to those named, as ``version``."""
-        self._channel.send(Command("push", {"version": version, "only": only}))
-        return self._refit.push(self._learner.weights.local, version, only)
+    def push(self, version: int, servers: Sequence[str]) -> RefitStats:
+        """Hands the present weights to these servers as ``version``, and forgets all others: they are gone."""
+        self._channel.send(Command("push", {"version": version, "servers": servers}))
+        self._refit.keep(servers)
+        return self._refit.push(self._learner.weights.local, version)
+
+    def push_first(self, version: int, server: str) -> RefitStats:
+        """Hands the present weights to one server alone, which has just been attached."""
+        self._channel.send(Command("push_first", {"version": version, "only": [server]}))
+        return self._refit.push(self._learner.weights.local, version, [server])
 
     def attach(self, servers: Sequence[tuple[str, str, int]]) -> dict[str, str]:
         """Has further servers (name, url, workers) take part in refits; those that could not, and why."""
@@ -86,6 +92,9 @@ def follow(learner: Learner, channel: Channel, refit: Refit | None) -> None:
             case "score":
                 learner.score(Batch.from_bytes(command.payload))
             case "push":
+                refit.keep(command.arguments["servers"])
+                refit.push(learner.weights.local, command.arguments["version"])
+            case "push_first":
                 refit.push(learner.weights.local, **command.arguments)
             case "attach":
                 refit.add([])

@@ -19,6 +19,7 @@ from megatron_rlzero.generation.grading import Graders
 from megatron_rlzero.generation.requests import ARGUMENT
 from megatron_rlzero.generation.schedule import prompts_of_update
 from tests.fake_server import FakeServer, Handler, good, identity, retries
+from tests.processes import command
 
 
 def test_failed_responses_are_retried_with_their_key_then_recorded(attach) -> None:
@@ -144,6 +145,28 @@ def test_a_server_without_our_sampling_is_refused(make_config) -> None:
             engine.wait_ready()
     finally:
         engine.close()
+
+
+def test_a_dead_grader_is_replaced_and_its_response_asked_for_again(attach, monkeypatch) -> None:
+    """A scorer that ends its process on a response: it fails, the others are graded, and the run goes on."""
+    version = 0
+    engine, _, config = attach(lambda n, body: good(body, version), max_retries=1, max_failed_fraction=0.5)
+    number = config.loop.prompts_per_update
+    client = psutil.Process(engine.client.pid)
+
+    def graders() -> list[psutil.Process]:
+        return [child for child in client.children(recursive=True) if "spawn_main" in command(child)]
+
+    engine.set_version(0)
+    assert {r.finish_reason for r in [*engine.take(0), *engine.take(1)]} == {"stop"}
+    for grader in graders():
+        grader.kill()
+    version = 1
+    engine.set_version(1)
+    rollouts = engine.take(2)
+    assert {r.finish_reason for r in rollouts} == {"stop"} and len(rollouts) == number
+    assert {r.attempts for r in rollouts} == {1, 2}
+    assert "the grading process ended" in {line["reason"] for line in retries(config)}.pop()
 
 
 def test_a_hanging_grader_is_replaced(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,13 @@ from megatron_rlzero.generation.schedule import Prompt
 from megatron_rlzero.rollout import Rollout
 from tests.fake_server import FakeServer, good, identity, retries
 from tests.processes import wait_for
+
+
+class Right:
+    """Graders that find every response right."""
+
+    async def grade(self, *_: Any) -> float:
+        return 1.0
 
 
 def test_a_death_in_mid_request_is_nobodys_attempt(attach) -> None:
@@ -47,14 +55,10 @@ def test_the_deadline_waits_for_a_server(make_config) -> None:
     config, server = make_config(), FakeServer(lambda n, body: good(body))
     config.rollout.deadline_s = 6.0
 
-    class Right:
-        async def grade(self, *_: Any) -> float:
-            return 1.0
-
     async def run() -> Rollout:
         sampler = Sampler(config)
         async with session() as connections, asyncio.TaskGroup() as tasks:
-            rotation = sampler.rotation = Rotation(connections, tasks, print)
+            rotation = sampler.rotation = Rotation(connections, tasks, print, 100)
             sampler.graders = Right()
             response = asyncio.create_task(sampler.respond(Task(0, Prompt(0, 0), 0), []))
             await asyncio.sleep(6.5)
@@ -67,6 +71,35 @@ def test_the_deadline_waits_for_a_server(make_config) -> None:
 
     rollout = asyncio.run(run())
     assert (rollout.finish_reason, rollout.attempts, rollout.reward) == ("stop", 1, 1.0)
+
+
+def test_time_at_a_server_that_died_does_not_count(make_config) -> None:
+    def late(n: int, body: dict[str, Any]) -> tuple[int, Any]:
+        time.sleep(4.0)
+        return good(body)
+
+    config, dying, other = make_config(), FakeServer(late), FakeServer(late)
+    config.rollout.deadline_s = 6.0
+
+    async def run() -> Rollout:
+        sampler = Sampler(config)
+        async with session() as connections, asyncio.TaskGroup() as tasks:
+            rotation = sampler.rotation = Rotation(connections, tasks, print, 100)
+            sampler.graders = Right()
+            rotation.watch(dying.url)
+            rotation.open(dying.url)
+            response = asyncio.create_task(sampler.respond(Task(0, Prompt(0, 0), 0), []))
+            await asyncio.sleep(3.0)
+            rotation.watch(other.url)
+            rotation.open(other.url)
+            dying.die()
+            rollout = await response
+            rotation.remove(other.url, "the test is over")
+        return rollout
+
+    rollout = asyncio.run(run())
+    assert (rollout.finish_reason, rollout.attempts, rollout.reward) == ("stop", 1, 1.0)
+    assert rollout.info["end"] - rollout.info["start"] > 6.0
 
 
 def test_requests_wait_for_a_server_that_is_let_in(attach) -> None:

@@ -197,6 +197,27 @@ def test_bad_weights_leave_the_old_ones(engine: RolloutEngine, refit: Refit, wei
     assert version(engine) == str(int(number) + 1)
 
 
+def test_a_server_that_joins_again_takes_the_place_of_what_was_there(
+    engine: RolloutEngine, weights: list[Weights], directories: list[Path]
+) -> None:
+    """At the same address and under another name; an earlier run ended in the middle of its refit."""
+    number, (server,) = int(version(engine)), engine.servers
+    refit = make_refit(engine, weights[0])
+    http.post(f"{server.url}/start_weight_update", None, 10.0)
+    with pytest.raises(http.ServerError, match="already active"):
+        http.post(f"{server.url}/start_weight_update", None, 10.0)
+    assert refit.add([("again", server.url, server.workers)]) == {}
+    stats = refit.push(weights[0], number + 1)
+    assert stats.detached == {}
+    assert stats.bytes == sum(tensor.numel() * 4 for tensor in weights[0].values())
+    assert version(engine) == str(number + 1)
+    for prompt, answer in zip(PROMPTS, generate(engine, 20), strict=True):
+        assert np.abs(answer.logprobs - reference(directories[0], prompt, answer)).max() < 1e-4
+    refit.keep([server.name])  # of which nothing is left
+    assert refit.push(weights[1], number + 2).bytes == 0
+    assert version(engine) == str(number + 1)
+
+
 RANK_1 = """
 import sys
 import torch

@@ -1,6 +1,8 @@
 """Environments: items, held-out split, rewards and faults of both kinds; prompts around them."""
 
+import inspect
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rlzero.config import Environment as EnvironmentConfig
 from megatron_rlzero.environments import DataError, build, prompts
+from megatron_rlzero.environments.reasoning_gym import EVALUATED
 
 WORDS = {"min_word_len": 4, "max_word_len": 8}
 
@@ -83,6 +86,15 @@ def test_a_scorer_that_raises_on_odd_text_means_wrong(caplog):
     assert environment.grade(0, answer, True) == 1.0
 
 
+def test_every_task_that_evaluates_responses_is_known():
+    """Those of the installed release whose files call eval, exec or sympy's parser with an answer, and no other."""
+    from reasoning_gym.factory import DATASETS
+
+    call = re.compile(r"\b(eval|exec|parse_expr)\((answer|full_code)\b")
+    found = {name for name, (kind, _) in DATASETS.items() if call.search(inspect.getsource(inspect.getmodule(kind)))}
+    assert found == set(EVALUATED)
+
+
 def test_unknown_task_and_refused_parameters_are_named():
     with pytest.raises(DataError, match=r"environment.task = spel_backward: .*did you mean spell_backward"):
         spell(task="spel_backward")
@@ -92,6 +104,11 @@ def test_unknown_task_and_refused_parameters_are_named():
         spell(parameters={"word_length": 4})
     with pytest.raises(DataError, match=r"environment\.parameters\.size = 5: has its own key; use environment.size"):
         spell(parameters={"size": 5})
+    with pytest.raises(DataError, match=r"environment.task = countdown: it runs text that a model wrote as Python"):
+        spell(task="countdown", parameters={})
+    part = {"name": "n_queens", "weight": 1.0, "config": {}}  # what a file can say, and composite does not understand
+    with pytest.raises(DataError, match=r"environment.parameters = .*composite refuses them"):
+        spell(task="composite", parameters={"datasets": [part]})
     with pytest.raises(ValueError, match="split = test: unknown"):
         spell("test")
     with pytest.raises(ValueError, match=r"environment\.kind = text: unknown"):

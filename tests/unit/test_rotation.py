@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import threading
 from collections.abc import Awaitable, Callable
 
@@ -17,6 +18,9 @@ from tests.fake_server import CLOSE, FakeServer, good
 BODY = {"token_ids": [5], "sampling_params": {"extra_args": {ARGUMENT: {"key": [1]}}}}
 
 
+LIMIT = 4
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation, "PERIOD_S", 0.05)
@@ -29,7 +33,7 @@ def run(steps: Callable[[Rotation, list], Awaitable[None]], *urls: str) -> list[
 
     async def main() -> None:
         async with rotation.session() as session, asyncio.TaskGroup() as tasks:
-            made = Rotation(session, tasks, told.append)
+            made = Rotation(session, tasks, told.append, LIMIT)
             for url in urls:
                 made.watch(url)
                 made.open(url)
@@ -46,8 +50,8 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def post(made: Rotation) -> tuple[int, str]:
-    return await made.post(await made.choose(), ROUTE, BODY)
+async def post(made: Rotation, turn: int = 0) -> tuple[int, str]:
+    return await made.post(await made.choose(turn), ROUTE, BODY | {"turn": turn})
 
 
 def test_requests_go_where_the_fewest_are() -> None:
@@ -67,6 +71,65 @@ def test_requests_go_where_the_fewest_are() -> None:
         assert {status for status, _ in await asyncio.gather(*tasks)} == {200}
 
     assert run(steps, *(server.url for server in servers)) == []
+
+
+def test_no_more_requests_than_a_server_works_at_and_the_others_in_their_turn() -> None:
+    """The others find a server that joins; one that is named does not wait."""
+    release = threading.Event()
+    busy, joined = (FakeServer(lambda n, body: (release.wait(60.0), good(body))[1]) for _ in range(2))
+
+    async def steps(made: Rotation, told: list) -> None:
+        first = [asyncio.create_task(post(made, 5)) for _ in range(LIMIT)]
+        await until(lambda: len(busy.bodies) == LIMIT)
+        later = [asyncio.create_task(post(made, turn)) for turn in (9, 7, 8, 7, -1, 9)]
+        await asyncio.sleep(0.3)
+        assert len(busy.bodies) == LIMIT
+        named = asyncio.create_task(made.post(made.name(busy.url), ROUTE, BODY | {"turn": 5}))
+        await until(lambda: len(busy.bodies) == LIMIT + 1)
+        later[3].cancel()  # it has no part in the order any more
+        made.watch(joined.url)
+        made.open(joined.url)
+        await until(lambda: len(joined.bodies) == LIMIT)
+        assert sorted(body["turn"] for body in joined.bodies) == [-1, 7, 8, 9]
+        release.set()
+        results = await asyncio.gather(*first, named, *later, return_exceptions=True)
+        assert sum(isinstance(result, asyncio.CancelledError) for result in results) == 1
+        assert {result[0] for result in results if not isinstance(result, BaseException)} == {200}
+        assert {member.load for member in made.members.values()} == {0}
+
+    assert run(steps, busy.url) == []
+
+
+def test_a_server_that_was_lost_since_it_was_chosen_gets_nothing() -> None:
+    server = FakeServer()
+
+    async def steps(made: Rotation, told: list) -> None:
+        chosen = await made.choose(0)
+        made.remove(server.url, "it missed the weights")
+        with pytest.raises(Lost, match="missed the weights"):
+            await made.post(chosen, ROUTE, BODY)
+        with pytest.raises(Lost, match="is gone"):
+            made.name(server.url)
+        assert server.bodies == []
+
+    assert run(steps, server.url) == []
+
+
+def test_too_many_open_files_are_no_servers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+
+    async def steps(made: Rotation, told: list) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            with pytest.raises(OSError, match="raise the limit on open files"):
+                await post(made)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert list(made.members) == [server.url]
+
+    monkeypatch.setattr(rotation, "PERIOD_S", 60.0)
+    assert run(steps, server.url) == []
 
 
 @pytest.mark.parametrize("how", ["refused", "closed", "cut off", "sick"])

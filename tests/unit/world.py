@@ -61,6 +61,9 @@ class World:
     def finished(self, update):
         return [rollout(update, 3), rollout(update + 1, 0)]
 
+    def refitted(self):
+        return ["server-0"]
+
     def joining(self):
         return list(self.waiting)
 
@@ -81,10 +84,16 @@ class World:
         return [rollout(-1, i, reward=float(i < accuracy * 10), version=self.version) for i in range(10)]
 
     # ranks
-    def push(self, version, only=None):
+    def push(self, version, servers):
         assert version == self.weights  # what is pushed are the weights of that version
-        self.calls.append(("push", version) if only is None else ("push", version, *only))
-        detached = {name: self.faults["push"] for name in only or () if "push" in self.faults}
+        assert servers == self.refitted()
+        self.calls.append(("push", version))
+        return SimpleNamespace(seconds=0.25, bytes=1000, detached={})
+
+    def push_first(self, version, server):
+        assert version == self.weights
+        self.calls.append(("push", version, server))
+        detached = {server: self.faults["push"]} if "push" in self.faults else {}
         return SimpleNamespace(seconds=0.25, bytes=1000, detached=detached)
 
     def save(self, directory):
