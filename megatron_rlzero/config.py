@@ -73,7 +73,9 @@ class Learner:
     recompute: str = "none"
     """none | selective | full: activations recomputed in the backward pass, as Megatron names them."""
     moe_aux_loss_coeff: float = 0.0
+    """Factor of the load-balancing loss of each microbatch; its mean over the tokens of all microbatches is added."""
     moe_z_loss_coeff: float = 0.0
+    """Factor of the mean over all tokens of the router's squared logsumexp (ST-MoE, 2022)."""
     moe_router_bias_update_rate: float = 0.0
     threads_per_rank: int = 1
     """CPU threads of each learner rank."""

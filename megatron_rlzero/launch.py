@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
+
+from megatron_rlzero.network import LOOPBACK
 
 #: how the runs that ``launch`` starts are called, before the launcher's process id
 RUN = "megatron-rlzero-"
@@ -33,6 +36,12 @@ def launch(arguments: Sequence[str], world_size: int) -> int:
 
     When one fails the others are ended; the returned exit code is that of the first that failed, 0 if none did.
     """
+    with tempfile.TemporaryDirectory(prefix=RUN) as private:
+        return _launch(arguments, world_size, f"{private}/rendezvous")
+
+
+def _launch(arguments: Sequence[str], world_size: int, rendezvous: str) -> int:
+    """``rendezvous``: a file that only this user can reach."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -43,13 +52,17 @@ def launch(arguments: Sequence[str], world_size: int) -> int:
         nproc_per_node=world_size,
         run_id=f"{RUN}{os.getpid()}-{uuid.uuid4().hex}",
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
+        rdzv_endpoint=rendezvous,
+        rdzv_configs={"store_type": "file"},
+        local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=0.2,
     )
     # The ranks say themselves what went wrong; the launcher would add a page on processes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # A store of the launcher would listen on every interface, and it unpickles what lies there: it gets a file, and the
+    # ranks a store of their own, see learner/build.py.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # Megatron-Core warns of each fused kernel that is not installed, in every rank.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     try:

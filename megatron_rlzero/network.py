@@ -6,6 +6,8 @@ import socket
 
 import psutil
 
+LOOPBACK = "127.0.0.1"
+
 
 def address(interface: str) -> str:
     """This machine's IPv4 address on a network interface.

@@ -12,10 +12,9 @@ from megatron_rlzero import environments
 from megatron_rlzero.architectures import Architecture, architecture, language_prefix, language_settings, wrong_counts
 from megatron_rlzero.config_io import Findings, line
 from megatron_rlzero.generation.token import read_token
-from megatron_rlzero.network import address
+from megatron_rlzero.network import LOOPBACK, address
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-LOOPBACK = "127.0.0.1"
 
 
 def check_model(f: Findings, weights: bool = True) -> None:

@@ -228,10 +228,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether it means every address of a machine, so that nobody else can call it by that."""
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def is_server_url(url: str) -> bool:
-    """Whether it is http://host:port, without a path."""
+    """Whether it is http://host:port, without a path, of one host."""
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and parts.path in ("", "/")
+        named = bool(parts.hostname and parts.port) and not is_unspecified(parts.hostname)
+        return parts.scheme in ("http", "https") and named and parts.path in ("", "/")
     except ValueError:  # a port that is no number, brackets that do not match
         return False

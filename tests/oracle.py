@@ -9,8 +9,8 @@ from torch.nn.functional import silu, softplus
 from tests import hybrid_oracle
 
 
-def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """[n] -> [n - 1]: natural log-probability of each token but the first."""
+def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor, gates: list[Tensor] | None = None) -> Tensor:
+    """[n] -> [n - 1]: natural log-probability of each token but the first; ``gates`` gets every router's logits."""
     if hf["model_type"] == "nemotron_h":
         return hybrid_oracle.log_probs(hf, weights, tokens)
     heads, groups, n, eps = hf["num_attention_heads"], hf["num_key_value_heads"], len(tokens), hf["rms_norm_eps"]
@@ -44,7 +44,10 @@ def log_probs(hf: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
             gate, up, down = (w[f"mlp.{m}_proj.weight"] for m in ("gate", "up", "down"))
             x = x + (silu(h @ gate.T) * (h @ up.T)) @ down.T
             continue
-        p = (h @ w["mlp.gate.weight"].T).softmax(-1)
+        gate = h @ w["mlp.gate.weight"].T
+        if gates is not None:
+            gates.append(gate)
+        p = gate.softmax(-1)
         top, chosen = p.topk(hf["num_experts_per_tok"], -1)
         if hf["norm_topk_prob"]:
             top = top / top.sum(-1, keepdim=True)
@@ -103,3 +106,19 @@ def objective(hf: dict, weights: dict[str, Tensor], responses: list[dict]) -> Te
             ratio = (log_probs(hf, weights, r["tokens"]) - r["log_mu"][1:])[action].exp()
             total = total - r["advantage"] * ratio.mean()
     return total / len(responses)
+
+
+def router_losses(hf: dict, weights: dict[str, Tensor], responses: list[dict]) -> tuple[Tensor, Tensor]:
+    """Load-balancing loss (Switch Transformers, 2021) and z loss (ST-MoE, 2022) of all layers, each over all tokens."""
+    gates: list[list[Tensor]] = []
+    for r in responses:
+        gates.append([])
+        log_probs(hf, weights, r["tokens"], gates[-1])
+    balance = z = torch.zeros((), dtype=torch.float64)
+    for logits in map(torch.cat, zip(*gates, strict=True)):
+        k, (tokens, experts) = hf["num_experts_per_tok"], logits.shape
+        p = logits.softmax(-1)
+        share = torch.bincount(p.topk(k, -1).indices.flatten(), minlength=experts) / (tokens * k)
+        balance = balance + experts * (share * p.mean(0)).sum()
+        z = z + logits.logsumexp(-1).square().mean()
+    return balance, z

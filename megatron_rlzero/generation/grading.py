@@ -1,4 +1,4 @@
-"""Rewards in processes of their own: one that hangs on a response is ended at the deadline and replaced, as a dead one."""
+"""Rewards in processes of their own: one that hangs on a response until the deadline, or ends over it, is replaced."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_rlzero.config import Config
-from megatron_rlzero.validation import ConfigError, is_loopback, is_server_url
+from megatron_rlzero.validation import ConfigError, is_loopback, is_server_url, is_unspecified
 
 DIRECTORY = "servers"
 #: seconds between two looks into the directory
@@ -18,11 +18,17 @@ LOOK_S = 1.0
 
 
 def register(run_dir: str, name: str, host: str, port: int) -> Path:
-    """Writes the file by which a server asks to join. ConfigError for a name that is no file's, or another's."""
+    """Writes the file by which a server asks to join.
+
+    Raises:
+        ConfigError: a name that is no file's, or another's; a host that is no address.
+    """
     path = Path(run_dir, DIRECTORY, f"{name}.json")
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     if path.name != f"{name}.json" or not name.strip(".") or name.startswith("."):
         raise ConfigError([f"--join = {name}: no name of a file; give letters and digits"])
+    if is_unspecified(host):
+        raise ConfigError([f"--host = {host}: every address of this machine; give the one that the run reaches it by"])
     if path.exists() and json.loads(path.read_text()) != {"url": url}:
         raise ConfigError([f"--join = {name}: {path} is another server's; choose another name, or remove the file"])
     path.parent.mkdir(parents=True, exist_ok=True)

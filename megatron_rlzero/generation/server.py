@@ -20,9 +20,9 @@ from megatron_rlzero.generation import http
 from megatron_rlzero.generation.requests import ARGUMENT, ROUTE
 from megatron_rlzero.invariance.vllm import BACKEND, Settings
 from megatron_rlzero.kernels import backend, libraries
+from megatron_rlzero.network import LOOPBACK
 
 MODULE = "vllm.entrypoints.openai.api_server"
-LOOPBACK = "127.0.0.1"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: of a rank under torchrun; vLLM would take some of them for its own
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -264,5 +264,5 @@ def tail(log: Path, lines: int = 30) -> str:
 def free_port() -> int:
     """A port that was free a moment ago; a server that finds it taken ends with an error that says so."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]

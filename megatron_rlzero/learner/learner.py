@@ -169,6 +169,9 @@ class Learner:
             responses = torch.tensor(len(microbatch.responses), dtype=torch.int, device=output.device)
             return value, responses, {}
 
+        # The router's own losses come times the tokens of a microbatch, and all gradients are divided by the responses:
+        # so that its coefficients are those of means over all tokens.
+        parts.config.moe_grad_scale_func = lambda: torch.tensor(len(batch.lengths) / max(n, 1))
         parts.model.train(not forward_only)
         with cpu.device_mode(), torch.set_grad_enabled(not forward_only):
             get_forward_backward_func()(

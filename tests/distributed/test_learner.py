@@ -21,11 +21,16 @@ PP2 = {"pipeline_model_parallel_size": 2}
 UNEVEN = {"max_tokens_per_microbatch": 64}
 SHARDED = {"optimizer_use_distributed_optimizer": True}
 
+#: Coefficients at which the router's own losses are most of its gradient.
+BALANCE, Z = 0.2, 0.02
+
 CASES = {
     1: {
         "one": {},
         "one_microbatched": UNEVEN,
         "one_microbatched_bf16": UNEVEN | {"dtype": "bf16"},
+        "one_balanced": {"moe_aux_loss_coeff": BALANCE},
+        "one_microbatched_z": UNEVEN | {"moe_z_loss_coeff": Z},
         "likelihood": {"likelihood": True},
         "warm": {"temperature": 0.7},
         "stock": {"kernels": "stock"} | UNEVEN,
@@ -40,12 +45,15 @@ CASES = {
         "pp2": PP2 | UNEVEN | {"recompute": "full"},
         "pp2_sharded_bf16": PP2 | UNEVEN | SHARDED | {"dtype": "bf16"},
         "tp2_ep2": TP2 | EP2 | UNEVEN,
+        "tp2_ep2_z": TP2 | EP2 | UNEVEN | {"moe_z_loss_coeff": Z},
+        "dp2_z": UNEVEN | {"moe_z_loss_coeff": Z},
         "tp2_ep2_sharded_recompute": TP2 | EP2 | UNEVEN | SHARDED | {"recompute": "selective"},
         "tp2_ep2_sharded_bf16": TP2 | EP2 | UNEVEN | SHARDED | {"dtype": "bf16", "recompute": "full"},
     },
 }
 #: Layouts in which every rank's sums are over the same elements as one rank's: equal to the bit.
 EXACT = ["pp2", "pp2_sharded_bf16", "tp2_ep2", "tp2_ep2_sharded_recompute", "tp2_ep2_sharded_bf16"]
+OWN_LOSSES = ["one_balanced", "one_microbatched_z", "tp2_ep2_z", "dp2_z"]
 EP4 = {"expert_model_parallel_size": 4}
 TP4 = {"tensor_model_parallel_size": 4}
 #: Four ranks: names say which are exact.
@@ -156,6 +164,26 @@ def test_loss_and_gradients_equal_the_float64_oracle(model, one, two, name):
     assert largest_error(results(out, name, "grad."), {k: v * 12 / 11 for k, v in gradients.items()}) > 1e-2
 
 
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_the_routers_own_losses_are_means_over_the_tokens(model, one, two, name):
+    hf, out = read_config(model), one if name in CASES[1] else two
+    weights = {k: v.double().requires_grad_() for k, v in load_file(model / "model.safetensors").items()}
+    with torch.enable_grad():
+        balance, z = oracle.router_losses(hf, weights, responses(False, hf, weights))
+    own = torch.autograd.grad(
+        BALANCE * balance if "balanced" in name else Z * z,
+        list(weights.values()),
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    plain = oracle_gradients(model)[1]
+    wanted = {k: plain[k] + g for k, g in zip(weights, own, strict=True)}
+    assert largest_error(results(out, name, "grad."), wanted) < 1e-5
+    for factor in (0.0, 0.9):
+        other = {k: plain[k] + factor * g for k, g in zip(weights, own, strict=True)}
+        assert largest_error(results(out, name, "grad."), other) > 1e-3
+
+
 def test_stock_kernels_compute_the_same_function_in_other_bits(one, two):
     stock, aligned = results(one, "stock", "log_pi")[""], results(one, "one_microbatched", "log_pi")[""]
     assert 0 < float((stock - aligned).abs().max()) < 1e-5
@@ -168,7 +196,7 @@ def test_likelihood_is_the_same_objective_with_mu_in_its_place(model, one):
     assert largest_error(results(one, "likelihood", "grad."), gradients) < 1e-5
 
 
-@pytest.mark.parametrize("name", [n for n in CASES[2] if n not in EXACT])
+@pytest.mark.parametrize("name", [n for n in CASES[2] if n not in (*EXACT, *OWN_LOSSES)])
 def test_layouts_agree_with_one_rank(one, two, name):
     assert_agrees(one, two, name)
 
