@@ -32,6 +32,7 @@ class Saved:
         version: of the weights, and the update that comes next.
         best: highest held-out accuracy so far; -1 before the first evaluation.
         sizes: file of the run directory -> bytes that belong to this state.
+        prompts: training prompts that there are; 0 before the first checkpoint.
         learner: directory of the training state; None where the run begins with ``model.path``.
         finished: responses of later updates.
     """
@@ -39,12 +40,13 @@ class Saved:
     version: int = 0
     best: float = -1.0
     sizes: Mapping[str, int] = field(default_factory=dict)
+    prompts: int = 0
     learner: Path | None = None
     finished: Sequence[Rollout] = ()
 
 
 def save(run_dir: str | Path, state: Saved, write_learner: Callable[[str], None], keep: int) -> Path:
-    """Writes a checkpoint, then removes all but the last ``keep``.
+    """Writes a checkpoint, then removes all but the last ``keep``, and what an earlier removal left.
 
     Args:
         write_learner: writes the training state into the directory it is given; collective.
@@ -59,18 +61,25 @@ def save(run_dir: str | Path, state: Saved, write_learner: Callable[[str], None]
         write_learner(str(partial / LEARNER))
         write_rollouts(partial / ROLLOUTS, state.finished)
         files = sorted(path.name for path in (partial / LEARNER).iterdir())
-        values = {"version": state.version, "best": state.best, "sizes": dict(state.sizes), "files": files}
+        values = {"version": state.version, "best": state.best, "sizes": dict(state.sizes), "prompts": state.prompts}
+        values["files"] = files
         (partial / STATE).write_text(json.dumps(values, indent=2) + "\n")
     for old in whole(run_dir)[:-keep]:
         (old / STATE).unlink()  # first: what is removed in part is not taken for whole
-        shutil.rmtree(old)
+    for old in _versions(run_dir):
+        if not (old / STATE).is_file():
+            shutil.rmtree(old)
     return target
+
+
+def _versions(run_dir: str | Path) -> list[Path]:
+    found = Path(run_dir, DIRECTORY).glob("version-*")
+    return sorted(path for path in found if re.fullmatch(r"version-\d+", path.name))
 
 
 def whole(run_dir: str | Path) -> list[Path]:
     """The run's checkpoints that are whole, oldest first."""
-    found = Path(run_dir, DIRECTORY).glob("version-*")
-    return sorted(path for path in found if re.fullmatch(r"version-\d+", path.name) and (path / STATE).is_file())
+    return [path for path in _versions(run_dir) if (path / STATE).is_file()]
 
 
 def read(directory: Path) -> Saved:

@@ -40,9 +40,12 @@ class Engine(Protocol):
     def detach(self, name: str, reason: str) -> None: ...
     def take(self, update: int, admit: Admit | None = None) -> list[Rollout]: ...
     def finished(self, update: int) -> list[Rollout]: ...
+
+    prompts: int
+
     def refitted(self) -> list[str]: ...
     def joining(self) -> list[Server]: ...
-    def attach(self, server: Server) -> None: ...
+    def attach(self, server: Server) -> bool: ...
     def turn_away(self, server: Server, reason: str) -> None: ...
     def evaluate(self, greedy: bool, admit: Admit | None = None) -> list[Rollout]: ...
     def begin_evaluation(
@@ -116,7 +119,7 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log, saved: Saved) 
             best = evaluate(config, ranks, engine, log, version, best, partial(join, version))
         if config.checkpoint.every and (last or version % config.checkpoint.every == 0):
             began = time.monotonic()
-            state = Saved(version, best, log.sizes(), finished=engine.finished(version))
+            state = Saved(version, best, log.sizes(), engine.prompts, finished=engine.finished(version))
             path = checkpoint.save(config.run_dir, state, ranks.save, config.checkpoint.keep)
             log.note(f"checkpoint {path}: {time.monotonic() - began:.1f} s")
     ranks.export(f"{config.run_dir}/policy")
@@ -173,11 +176,12 @@ def admit(config: Config, ranks: Ranks, engine: Engine, log: Log, version: int) 
             faults = ranks.push_first(version, server.name).detached
         if not faults and config.probe.every:
             faults = {server.name: fault} if (fault := unfit(config, ranks, engine, server.name)) else {}
+        name = f"{server.name} ({server.url})"
         if faults:
             engine.turn_away(server, faults[server.name])
-        else:
-            engine.attach(server)
-        log.note(f"{server.name} ({server.url}) " + (f"is turned away: {faults[server.name]}" if faults else "joins"))
+            log.note(f"{name} is turned away: {faults[server.name]}")
+        elif engine.attach(server):
+            log.note(f"{name} joins")
 
 
 def unfit(config: Config, ranks: Ranks, engine: Engine, server: str) -> str:

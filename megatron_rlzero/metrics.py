@@ -20,7 +20,8 @@ from megatron_rlzero.rollout import Rollout
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
-LINES = (METRICS_FILE, COMPLETIONS_FILE)
+RETRIES_FILE = "retries.jsonl"
+LINES = (METRICS_FILE, COMPLETIONS_FILE, RETRIES_FILE)
 ABANDONED_FILE = "abandoned.jsonl"
 CONFIG_FILE = "config.yaml"
 TENSORBOARD_DIR = "tensorboard"
@@ -131,9 +132,8 @@ class RunLog:
         self._console.print(f"held-out accuracy at version {version}: {text}", highlight=False)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the files of lines, which a checkpoint keeps."""
-        paths = {name: self.run_dir / name for name in LINES}
-        return {name: path.stat().st_size if path.exists() else 0 for name, path in paths.items()}
+        """Bytes of the files of lines, which a checkpoint keeps; they are on disk, whatever becomes of the machine."""
+        return {name: _on_disk(self.run_dir / name) for name in LINES}
 
     def note(self, text: str) -> None:
         """A line on the console."""
@@ -166,6 +166,15 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _on_disk(path: Path) -> int:
+    """Size of a file, none being 0, once the disk has it."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
 
 
 def _cut(path: Path, size: int) -> int:

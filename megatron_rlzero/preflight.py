@@ -243,7 +243,9 @@ def _check_held_out(f: Findings, environment: environments.Environment) -> None:
 
 
 def check_network(f: Findings) -> None:
-    """The interface of refits exists here, and the secret of the servers can be read."""
+    """What refits go over exists here, and the secret of the servers can be read."""
+    if f.usable("refit.backend") and f.config.refit.backend == "nccl" and not any(Path("/dev").glob("nvidia[0-9]*")):
+        f.reject("refit.backend", "this machine has no NVIDIA GPU", "set gloo")
     if f.usable("refit.interface"):
         try:
             address(f.config.refit.interface)

@@ -66,7 +66,11 @@ def replay(config: Config, files: Sequence[str], state: str | None) -> None:
                 update = rollouts[0].update
                 metrics, log_probs = loop.learn(config, ranks, rollouts, update)
                 log.update(update, metrics)
-                loop.check_same_version(config, rollouts, log_probs, update)
+                try:
+                    loop.check_same_version(config, rollouts, log_probs, update)
+                except RuntimeError as error:
+                    other = "model.path" if state is None else f"--checkpoint {state}"
+                    raise RuntimeError(f"{error}. Or the first batch was not sampled by {other}") from error
             ranks.export(f"{config.run_dir}/policy")
         ranks.stop()
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
-from megatron_rlzero import checkpoint
+from megatron_rlzero import checkpoint, environments
 from megatron_rlzero.config import Config, Environment
 from megatron_rlzero.config_io import Findings
 from megatron_rlzero.resharding.directories import CheckpointError
@@ -57,16 +57,34 @@ def _check_same_run(f: Findings, saved: Path) -> None:
         f.reject("run_dir", f"a run without a readable config.yaml ({error})", "choose another directory")
         return
     try:
-        version = checkpoint.resume(f.config.run_dir).version
+        saved_state = checkpoint.resume(f.config.run_dir)
     except CheckpointError as error:
         f.reject("checkpoint.resume", str(error), "or choose another run_dir")
-        version = 0
+        saved_state = checkpoint.Saved()
+    version = saved_state.version
+    _check_same_size(f, saved_state.prompts)
     if f.usable("loop.updates") and f.config.loop.updates < version:
         f.reject("loop.updates", f"the run in run_dir is at version {version} already", "raise it")
     for key in FIXED:
         was = OmegaConf.select(before, key)
         if was != OmegaConf.select(OmegaConf.structured(f.config), key):
             f.reject(key, f"the run in run_dir began with {was}", "set it back, or choose another run_dir")
+
+
+def _check_same_size(f: Findings, prompts: int) -> None:
+    """The order of the prompts follows from their number."""
+    if not (prompts and f.usable("environment.path") and f.config.environment.kind == "jsonl"):
+        return
+    try:
+        now = len(environments.build(f.config.environment, "train"))
+    except environments.DataError:  # which the check of the data tells
+        return
+    if now != prompts:
+        f.reject(
+            "environment.path",
+            f"{now} lines, and the run in run_dir has drawn its prompts from {prompts}",
+            "put the file back as it was; a line may be another one, but none may come or go",
+        )
 
 
 def _holds_lines(path: Path) -> bool:
@@ -88,8 +106,8 @@ def check_replay(config: Config, files: Sequence[str], state: str | None) -> lis
                 f"--rollouts = {file}: {len(rollouts)} responses, and loop.prompts_per_update x "
                 f"loop.samples_per_prompt = {size}; set them as they were"
             )
-    if updates != sorted(set(updates)):
-        violations.append(f"--rollouts: of updates {updates}; give each once, in their order")
+    if updates and updates != list(range(updates[0], updates[0] + len(updates))):
+        violations.append(f"--rollouts: of updates {updates}; give successive ones, in their order")
     if state is not None:
         try:
             version = checkpoint.read(Path(state)).version if Path(state).is_dir() else None

@@ -62,7 +62,8 @@ def completions(config: Config) -> Table:
     lines = [json.loads(line) for line in (Path(config.run_dir) / COMPLETIONS_FILE).read_text().splitlines()]
     tokenizer = load_tokenizer(config.model.path)
     result = Table("prompt", "before", "after", title="greedy completions")
-    for before, after in zip(lines[0]["greedy"], lines[-1]["greedy"], strict=True):
+    # a run may have gone on with another eval.prompts
+    for before, after in zip(lines[0]["greedy"], lines[-1]["greedy"], strict=False):
         cells = [
             tokenizer.decode(c[part]) for c, part in ((before, "prompt"), (before, "response"), (after, "response"))
         ]

@@ -123,9 +123,9 @@ class RolloutEngine:
         self.members.look()
         return list(self.members.joining)
 
-    def attach(self, joined: Server) -> None:
-        """It holds the weights: requests go to it from now on. One that was lost in between is left alone."""
-        self.members.attach(joined)
+    def attach(self, joined: Server) -> bool:
+        """It holds the weights: requests go to it from now on. False where it was lost in between."""
+        return self.members.attach(joined)
 
     def turn_away(self, refused: Server, reason: str) -> None:
         """A joining server that is of no use, now or later; a dead one is lost, one lost before is left alone."""

@@ -102,12 +102,14 @@ class Members:
                 faults.append((coming.server, fault))
         return faults
 
-    def attach(self, joined: Server) -> None:
-        """Requests go to it from now on; nothing where it was lost in between."""
-        if joined in self.joining:
-            self.joining.remove(joined)
-            self.servers.append(joined)
-            self.tell("attach", joined.url)
+    def attach(self, joined: Server) -> bool:
+        """Requests go to it from now on; False, and nothing, where it was lost in between."""
+        if joined not in self.joining:
+            return False
+        self.joining.remove(joined)
+        self.servers.append(joined)
+        self.tell("attach", joined.url)
+        return True
 
     def turn_away(self, refused: Server, reason: str) -> None:
         """A joining server that is never tried again, unless it is dead; nothing where it was lost in between."""

@@ -270,4 +270,8 @@ class Refit:
             self.store.set(key, text)
             return json.loads(text)
         self.store.wait([key], timedelta(seconds=(1 + len(self.links)) * 2 * (self.deadline_s + SLACK_S)))
-        return json.loads(self.store.get(key))
+        text, taken = self.store.get(key), f"{key}/taken"
+        if self.store.add(taken, 1) == self.world_size - 1:  # nobody needs it any more
+            self.store.delete_key(key)
+            self.store.delete_key(taken)
+        return json.loads(text)

@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from math import ceil
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ def make_parallel_groups(config: LearnerConfig) -> None:
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=1,
-            distributed_timeout_minutes=max(int(config.timeout_s / 60), 1),
+            distributed_timeout_minutes=max(ceil(config.timeout_s / 60), 1),
         )
         model_parallel_cuda_manual_seed(1)
 

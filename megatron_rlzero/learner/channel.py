@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-#: seconds between two looks at the store
-POLL_S = 0.005
+#: seconds between two looks at the store: at first, and at most; between them a twentieth of the time waited so far
+POLL_S, LONGEST_POLL_S = 0.002, 0.05
 
 
 @dataclass
@@ -46,10 +46,14 @@ class Channel:
 
     def receive(self) -> Command:
         """Other ranks: waits, for as long as it takes, for the next command."""
-        key = f"command/{next(self._numbers)}"
+        key, began = f"command/{next(self._numbers)}", time.monotonic()
         while not self._store.check([key]):  # a blocking wait would keep signals out, and warns at every time-out
-            time.sleep(POLL_S)
+            time.sleep(min(max((time.monotonic() - began) / 20, POLL_S), LONGEST_POLL_S))
         head = json.loads(self._store.get(key))
+        taken = f"{key}/taken"
+        if self._store.add(taken, 1) == dist.get_world_size() - 1:  # nobody needs it any more
+            self._store.delete_key(key)
+            self._store.delete_key(taken)
         payload = torch.empty(head["bytes"], dtype=torch.uint8)
         if head["bytes"]:
             dist.broadcast(payload, src=0)

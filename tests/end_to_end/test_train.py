@@ -85,14 +85,23 @@ def test_a_run_from_start_to_export(config):
         assert Path(config.run_dir, name).stat().st_size > 0
 
 
+def listening(process: psutil.Process) -> set[str]:
+    return {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
 def test_a_killed_server_ends_the_run(config):
+    """While it runs, nothing of launcher, ranks and client listens beyond the loopback."""
     config.loop.updates, config.rollout.max_restarts = 100_000, 0
+    config.learner.world_size = 2
     process, output = start(config)
     try:
         metrics = Path(config.run_dir, "metrics.jsonl")
         wait_for(lambda: metrics.exists() and "reward/mean" in metrics.read_text(), 240)
         children = family(process)
         server = next(p for p in children if is_server(p))
+        engines = {server, *server.children(recursive=True)}
+        found = {p: listening(p) for p in [psutil.Process(process.pid), *children] if p not in engines}
+        assert set().union(*found.values()) == {"127.0.0.1"}, found
         server.kill()
         assert process.wait(60) not in (0, None)
         text = output.read_text()

@@ -59,6 +59,7 @@ def test_what_is_not_whole_is_not_there(tmp_path):
     assert checkpoint.whole(tmp_path) == [whole]
     assert checkpoint.resume(tmp_path).version == 2
     assert write(tmp_path, 6).name == "version-00000006"  # what was left does not stand in the way
+    assert not (directory / "version-00000001").exists()  # nor does it stay
 
 
 def test_a_damaged_one_is_named(tmp_path):
@@ -81,7 +82,10 @@ def test_replays_are_of_what_they_say(tmp_path):
     target = str(write(tmp_path, 2))
     files = [str(tmp_path / "2"), str(tmp_path / "3")]
     assert check_replay(config, files, target) == check_replay(config, files, None) == []
-    assert "give each once" in check_replay(config, files[::-1], None)[0]
+    assert "give successive ones" in check_replay(config, files[::-1], None)[0]
+    assert "give successive ones" in check_replay(config, [files[0], files[0]], None)[0]
+    write_rollouts(tmp_path / "5", [rollout(5, 0), rollout(5, 1)])
+    assert "of updates [3, 5]; give successive ones" in check_replay(config, [files[1], str(tmp_path / "5")], None)[0]
     assert "give that of update 3" in check_replay(config, files[1:], target)[0]
     assert "no such directory" in check_replay(config, files, f"{target}-nowhere")[0]
     assert "holds no rollouts" in check_replay(config, [f"{target}/learner/rank-00000.safetensors"], None)[0]

@@ -69,6 +69,8 @@ def test_a_server_that_joins_gets_the_weights_and_is_probed_first():
         ("attach", "server-1"),
     ]
     assert "joins" in world.notes[0]
+    lost, _ = joined({"lost": True})  # while it was probed: the engine has told so
+    assert not any("joins" in note for note in lost.notes)
 
 
 @pytest.mark.parametrize(

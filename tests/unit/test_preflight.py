@@ -4,10 +4,14 @@ import json
 import os
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
+from megatron_rlzero import checkpoint
 from megatron_rlzero.config_io import parse
 from megatron_rlzero.validation import load
 from tests.unit.setups import HF, violations, write_model
@@ -173,6 +177,35 @@ def test_run_directory(empty, good, tmp_path):
     ]
     (found,) = violations(empty, [*good, f"run_dir={run}/metrics.jsonl/deeper"], starting=True)
     assert "cannot write in" in found
+
+
+def test_a_run_goes_on_with_as_many_prompts_as_it_had(empty, good, tmp_path):
+    """The order of the prompts follows from their number: with another one, some would come twice."""
+    data, run = tmp_path / "problems.jsonl", tmp_path / "run"
+    lines = [json.dumps({"problem": f"{n} + 1", "answer": n + 1}) for n in range(600)]
+    data.write_text("\n".join(lines))
+    files = ["environment.kind=jsonl", f"environment.path={data}", f"environment.eval_path={data}"]
+    resumed = [*good, *files, "checkpoint.resume=true"]
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("{}\n")
+    OmegaConf.save(OmegaConf.structured(parse(empty, resumed).config), run / "config.yaml")
+    write_learner = lambda path: save_file({"weight": torch.zeros(1)}, f"{path}/rank-00000.safetensors")  # noqa: E731
+    checkpoint.save(run, checkpoint.Saved(1, prompts=600), write_learner, keep=1)
+    assert violations(empty, resumed, starting=True) == []
+    data.write_text("\n".join([*lines[:-1], lines[0]]))  # another line, but as many
+    assert violations(empty, resumed, starting=True) == []
+    for others, count in (([*lines, lines[0]], 601), (lines[1:], 599)):
+        data.write_text("\n".join(others))
+        (found,) = violations(empty, resumed, starting=True)
+        assert found.startswith(
+            f"environment.path = {data}: {count} lines, and the run in run_dir has drawn its prompts"
+        )
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
+def test_nccl_needs_a_gpu(empty, good):
+    (found,) = violations(empty, [*good, "refit.backend=nccl"])
+    assert found == "refit.backend = nccl: this machine has no NVIDIA GPU; set gloo"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -47,6 +47,8 @@ def test_files_come_change_and_go(made: Registry) -> None:
         ({"address": URL}, "write"),
         ({"url": 8000}, "write"),
         ({"url": "127.0.0.1:8000"}, "not the address of a server"),
+        ({"url": "http://0.0.0.0:8000"}, "not the address of a server"),
+        ({"url": "http://[::]:8000"}, "not the address of a server"),
         ({"url": "http://10.1.2.3:8000"}, "rollout.token_file is not set"),
     ],
 )
@@ -86,3 +88,10 @@ def test_a_server_registers_itself(made: Registry) -> None:
     for name, port in (("node-1", 8101), ("../other", 8100), (".hidden", 8100)):
         with pytest.raises(ConfigError, match=f"--join = {name}"):
             register(made.config.run_dir, name, "127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_server_asks_to_join_by_an_address_of_its_own(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match=r"--host = .*: every address of this machine; give the one that the run"):
+        register(str(tmp_path), "node-1", host, 8000)
+    assert not (tmp_path / "servers").exists()

@@ -46,6 +46,7 @@ class World:
     waiting: list = field(default_factory=list)
     faults: dict = field(default_factory=dict)
     notes: list = field(default_factory=list)
+    prompts: int = 40
 
     # engine
     def set_version(self, version):
@@ -73,6 +74,7 @@ class World:
             return {name: self.faults["connect"] for name, _, _ in who if "connect" in self.faults}
         self.calls.append(("attach", who.name))
         self.waiting.remove(who)
+        return "lost" not in self.faults
 
     def turn_away(self, server, reason):
         self.calls.append(("turn away", server.name, reason))
