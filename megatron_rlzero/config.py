@@ -100,11 +100,12 @@ class RolloutConfig:
     max_prompt_tokens: int = 64
     max_response_tokens: int = 16
     max_num_seqs: int = 256
-    """Sequences that one server decodes together."""
+    """Sequences that one server decodes together; it gets an eighth more requests at a time, the others wait."""
     max_retries: int = 2
     """How often a failed response is sampled again before it is recorded as failed."""
     deadline_s: float = 600.0
-    """From the start of a response to its recording as failed, retries included."""
+    """From a response's first request to its recording as failed, retries included. Waiting for a place at a server, and
+    what was in flight at one that died, do not count."""
     max_failed_fraction: float = 0.1
     """The run stops when more than this fraction of an update's responses failed."""
     max_restarts: int = 3

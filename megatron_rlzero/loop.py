@@ -92,22 +92,18 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log, saved: Saved) 
         if pushed:
             refit = hand_over(ranks, engine, version)
         done = time.monotonic()
-
         began, generated = sampling_interval(rollouts)
-        log.update(
-            update,
-            metrics
-            | {
-                "seconds/generation": generated - began,
-                "seconds/waiting_for_rollouts": taken - start,
-                "seconds/waiting_for_learner": max(began - busy_until, 0.0) if busy_until > 0 else 0.0,
-                "seconds/learning": stepped - taken,
-                "seconds/refit": refit.seconds if pushed else 0.0,
-                "seconds/update": done - start,
-                "refit/bytes": float(refit.bytes if pushed else 0),
-                "tokens_per_second": metrics["tokens"] / (done - start),
-            },
-        )
+        seconds = {
+            "generation": generated - began,
+            "waiting_for_rollouts": taken - start,
+            "waiting_for_learner": max(began - busy_until, 0.0) if busy_until > 0 else 0.0,
+            "learning": stepped - taken,
+            "refit": refit.seconds if pushed else 0.0,
+            "update": done - start,
+        }
+        metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
+        metrics |= {"refit/bytes": refit.bytes if pushed else 0, "tokens_per_second": metrics["tokens"] / (done - start)}
+        log.update(update, metrics)
         check_same_version(config, rollouts, log_probs, update)
         busy_until = max(busy_until, generated)
         if pushed and config.probe.every and version % config.probe.every == 0:
