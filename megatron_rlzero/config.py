@@ -104,8 +104,8 @@ class RolloutConfig:
     max_retries: int = 2
     """How often a failed response is sampled again before it is recorded as failed."""
     deadline_s: float = 600.0
-    """From a response's first request to its recording as failed, retries included. Waiting for a place at a server, and
-    what was in flight at one that died, do not count."""
+    """From a response's first request to its recording as failed, retries included. Waiting for a place at a server and
+    the time at one that died do not count."""
     max_failed_fraction: float = 0.1
     """The run stops when more than this fraction of an update's responses failed."""
     max_restarts: int = 3

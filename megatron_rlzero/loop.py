@@ -102,7 +102,10 @@ def train(config: Config, ranks: Ranks, engine: Engine, log: Log, saved: Saved) 
             "update": done - start,
         }
         metrics |= {f"seconds/{name}": value for name, value in seconds.items()}
-        metrics |= {"refit/bytes": refit.bytes if pushed else 0, "tokens_per_second": metrics["tokens"] / (done - start)}
+        metrics |= {
+            "refit/bytes": refit.bytes if pushed else 0,
+            "tokens_per_second": metrics["tokens"] / (done - start),
+        }
         log.update(update, metrics)
         check_same_version(config, rollouts, log_probs, update)
         busy_until = max(busy_until, generated)
