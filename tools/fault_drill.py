@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -27,8 +28,9 @@ from tiny_run import PROMPTS, SIZE, TinyRun, text
 
 KINDS = ("server", "whole run", "during refit", "during checkpoint", "worker", "learner rank", "client")
 LAG, LAST = 4, 6
-#: seconds in which nothing may be left of a run that was killed, and in which a kind of kill finds its moment
-GONE_S, MOMENT_S = 20.0, 60.0
+#: seconds in which nothing may be left of a run that was killed, in which a kind of kill finds its moment, and in which a
+#: run trains after its start
+GONE_S, MOMENT_S, START_S = 40.0, 60.0, 900.0
 OVERRIDES = (
     "learner.world_size=2",
     f"loop.max_lag={LAG}",
@@ -173,7 +175,7 @@ def _logs_to(process: psutil.Process, log: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="from the first update on")
     parser.add_argument("--every", type=float, default=60.0, help="seconds of training between two kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
@@ -188,15 +190,16 @@ def main() -> int:
 
 
 def run(drill: Drill, parsed: argparse.Namespace) -> int:
-    began, order = time.monotonic(), []
-    while time.monotonic() - began < 60 * parsed.minutes:
+    began, end, order = time.monotonic(), math.inf, []
+    while time.monotonic() < end:
         drill.go_on(1_000_000)
         print(f"{time.monotonic() - began:5.0f} s: goes on from version {drill.starts[-1]}", flush=True)
-        while drill.running() and time.monotonic() - began < 60 * parsed.minutes:
-            if drill.wait(lambda: drill.lines() > drill.lines_at_start, 300) is None:
+        while drill.running() and time.monotonic() < end:
+            if drill.wait(lambda: drill.lines() > drill.lines_at_start, START_S) is None:
                 drill.faults.append(f"start {len(drill.starts)} does not train")
                 break
-            drill.wait(lambda: time.monotonic() - began > 60 * parsed.minutes, parsed.every)
+            end = min(end, time.monotonic() + 60 * parsed.minutes)
+            drill.wait(lambda: time.monotonic() > end, parsed.every)
             if drill.running():
                 order = order or list(drill.random.sample(KINDS, len(KINDS)))
                 drill.kill(order.pop())
@@ -211,7 +214,7 @@ def run(drill: Drill, parsed: argparse.Namespace) -> int:
     if not drill.faults:
         drill.go_on(updates)
         print(f"{time.monotonic() - began:5.0f} s: from version {drill.starts[-1]} to the end at {updates}", flush=True)
-        if (code := drill.process.wait(300)) != 0:
+        if (code := drill.process.wait(START_S)) != 0:
             drill.faults.append(f"the last run ended with exit code {code}")
         drill.ended()
         drill.verify(updates)
