@@ -28,8 +28,7 @@ from tiny_run import PROMPTS, SIZE, TinyRun, text
 
 KINDS = ("server", "whole run", "during refit", "during checkpoint", "worker", "learner rank", "client")
 LAG, LAST = 4, 6
-#: seconds in which nothing may be left of a run that was killed, in which a kind of kill finds its moment, and in which a
-#: run trains after its start
+#: seconds after a kill in which all is gone, in which a kind of kill finds its moment, and from a start to its training
 GONE_S, MOMENT_S, START_S = 40.0, 60.0, 900.0
 OVERRIDES = (
     "learner.world_size=2",
@@ -199,7 +198,7 @@ def run(drill: Drill, parsed: argparse.Namespace) -> int:
                 drill.faults.append(f"start {len(drill.starts)} does not train")
                 break
             end = min(end, time.monotonic() + 60 * parsed.minutes)
-            drill.wait(lambda: time.monotonic() > end, parsed.every)
+            drill.wait(lambda: False, min(parsed.every, end - time.monotonic()))
             if drill.running():
                 order = order or list(drill.random.sample(KINDS, len(KINDS)))
                 drill.kill(order.pop())
