@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megatron_rlzero.network import LOOPBACK
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 #: how the runs that ``launch`` starts are called, before the launcher's process id
 RUN = "megatron-rlzero-"
+#: in the environment of the ranks that ``launch`` starts: the port of their store, on loopback
+STORE = "MEGATRON_RLZERO_STORE"
 
 
 def is_rank() -> bool:
@@ -29,6 +36,17 @@ def launcher() -> int:
     """Process id of the launcher of this rank; also where it has died before this call."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return int(name.removeprefix(RUN).split("-")[0]) if launched_here() else os.getppid()
+
+
+def loopback_store() -> TCPStore:
+    """A store that only processes of this machine can reach; its port is free as long as it lives."""
+    from torch.distributed import TCPStore
+
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        listener.listen()
+        host, port = listener.getsockname()
+        return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def launch(arguments: Sequence[str], world_size: int) -> int:
@@ -60,9 +78,10 @@ def _launch(arguments: Sequence[str], world_size: int, rendezvous: str) -> int:
     )
     # The ranks say themselves what went wrong; the launcher would add a page on processes.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # A store of the launcher would listen on every interface, and it unpickles what lies there: it gets a file, and the
-    # ranks a store of their own, see learner/build.py.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # A store of torch's listens on every interface, and its launcher unpickles what lies there: it gets a file, and the
+    # ranks a store on loopback, which is there before them.
+    store = loopback_store()
+    os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", STORE: str(store.port)}
     # Megatron-Core warns of each fused kernel that is not installed, in every rank.
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,6 +27,8 @@ MODULE = "vllm.entrypoints.openai.api_server"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 #: of a rank under torchrun; vLLM would take some of them for its own
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+#: Linux's ports for outgoing connections; a server's port is one below them, and from here on
+OUTGOING, FIRST_PORT, PORTS_TRIED = Path("/proc/sys/net/ipv4/ip_local_port_range"), 10_000, 100
 #: seconds between SIGTERM and SIGKILL
 GRACE_S = 5.0
 #: seconds that a server of no more use gets to end by itself, so that its own end is what is reported
@@ -262,7 +265,14 @@ def tail(log: Path, lines: int = 30) -> str:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago; a server that finds it taken ends with an error that says so."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+    """A port that was free a moment ago; a server that finds it taken ends with an error that says so.
+
+    Not one of those that outgoing connections get: until the server listens, a busy client may have come by it.
+    """
+    first_outgoing = int(OUTGOING.read_text().split()[0])
+    choices = range(FIRST_PORT, max(first_outgoing, FIRST_PORT))
+    for port in (*random.SystemRandom().sample(choices, min(len(choices), PORTS_TRIED)), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return probe.getsockname()[1]
+    raise OSError("this machine has no free port")

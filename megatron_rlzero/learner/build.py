@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from math import ceil
@@ -28,7 +27,7 @@ from megatron_rlzero.config import Optimizer as OptimizerSettings
 from megatron_rlzero.invariance.megatron import PolicyModel, hybrid_stack_spec
 from megatron_rlzero.invariance.operators import OPERATORS
 from megatron_rlzero.kernels import backend, libraries
-from megatron_rlzero.launch import launched_here
+from megatron_rlzero.launch import STORE, launched_here
 from megatron_rlzero.learner import cpu
 from megatron_rlzero.network import LOOPBACK
 
@@ -78,15 +77,9 @@ def initialise_distributed(config: Config) -> tuple[torch.device, dist.Store]:
 
 
 def _meet_here(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The ranks' store, their number and this one's, where all are on this machine: torch's own listens everywhere."""
-    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if rank > 0:
-        return dist.TCPStore(LOOPBACK, port, None, False, timeout), rank, size
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK, port))
-        listener.listen()
-        return dist.TCPStore(LOOPBACK, port, None, True, timeout, False, master_listen_fd=listener.detach()), rank, size
+    """The ranks' store, this rank and their number, where ``launch`` started them."""
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", STORE))
+    return dist.TCPStore(LOOPBACK, port, None, False, timeout), rank, size
 
 
 def _agree_on_operators(store: dist.Store, rank: int, size: int) -> None:

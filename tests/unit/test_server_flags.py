@@ -1,6 +1,7 @@
-"""What the kernels of a configuration change in a server's command line and environment."""
+"""A server's command line and environment, and what the kernels of a configuration change in them; its port."""
 
 import json
+import socket
 
 import pytest
 
@@ -49,3 +50,14 @@ def test_environment(tmp_path, monkeypatch):
     assert Settings(**json.loads(aligned[VARIABLE])) == Settings(0.5, "aligned", 8, backend())
     assert aligned["ONEDNN_MAX_CPU_ISA"] not in ("inherited", None)
     assert "ONEDNN_MAX_CPU_ISA" not in stock
+
+
+def test_free_ports_are_not_those_of_outgoing_connections(tmp_path, monkeypatch):
+    first = int(server.OUTGOING.read_text().split()[0])
+    assert all(server.FIRST_PORT <= server.free_port() < first for _ in range(20))
+    (tmp_path / "range").write_text("10001 60000")
+    monkeypatch.setattr(server, "OUTGOING", tmp_path / "range")
+    assert server.free_port() == server.FIRST_PORT
+    with socket.socket() as taken:
+        taken.bind((server.LOOPBACK, server.FIRST_PORT))
+        assert server.free_port() >= first  # then one of theirs is better than none
