@@ -29,7 +29,7 @@ SETTINGS = {
     "learner": {
         "world_size": 1,
         "max_tokens_per_microbatch": 2048,
-        "optimizer": {"lr": 5e-5, "lr_warmup_updates": 10},
+        "optimizer": {"lr": 5e-6, "lr_warmup_updates": 10},
     },
     "rollout": {"servers": 1, "max_prompt_tokens": 26, "max_response_tokens": 26},
     "loop": {"max_lag": 8, "prompts_per_update": 32},
