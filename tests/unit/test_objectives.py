@@ -54,7 +54,7 @@ def test_value_and_gradient(name):
     found = OBJECTIVES[name](log_pi, *rest)
     (gradient,) = torch.autograd.grad(found, log_pi)
     value, wanted, divergence = by_hand(name, log_pi.detach(), *rest)
-    assert float(found) == pytest.approx(value, rel=1e-12)
+    assert found.item() == pytest.approx(value, rel=1e-12)
     torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-14)
     assert divergence[1] > DELTA > max(divergence[0], divergence[2])  # the gate has something to do, and to leave alone
 
