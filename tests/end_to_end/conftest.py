@@ -111,6 +111,7 @@ def make_config(model_directory: Path, tmp_path_factory: pytest.TempPathFactory)
         config.model.path = str(model_directory)
         config.rollout.max_prompt_tokens = 32
         config.rollout.max_response_tokens = 64
+        config.rollout.startup_timeout_s = 900.0
         config.refit.deadline_s = 30.0
         config.loop.updates = 4
         config.loop.max_lag = 1

@@ -17,8 +17,11 @@ from megatron_rlzero.config import Environment as EnvironmentConfig
 from megatron_rlzero.generation.engine import RolloutEngine
 from megatron_rlzero.generation.grading import Graders
 from megatron_rlzero.generation.requests import ARGUMENT
-from megatron_rlzero.generation.schedule import prompts_of_update
-from tests.fake_server import FakeServer, Handler, good, identity, retries
+from megatron_rlzero.generation.rotation import Rotation, session
+from megatron_rlzero.generation.sampler import Sampler, Task
+from megatron_rlzero.generation.schedule import Prompt
+from megatron_rlzero.rollout import Rollout
+from tests.fake_server import FakeServer, Handler, Right, good, identity, retries
 from tests.processes import command
 
 
@@ -75,21 +78,30 @@ def test_a_refused_request_stops_the_run_at_once(attach) -> None:
     assert max(len([b for b in server.bodies if identity(b) == identity(body)]) for body in server.bodies) == 1
 
 
-def test_the_deadline_records_a_slow_response_as_failed(attach, make_config) -> None:
-    slow = prompts_of_update(make_config().seed, 40, make_config().loop.prompts_per_update, 0)[0].item
-
+def test_the_deadline_records_a_slow_response_as_failed(make_config) -> None:
     def reply(n: int, body: dict[str, Any]) -> tuple[int, Any]:
-        if body["sampling_params"]["extra_args"][ARGUMENT]["key"][2] == slow:
+        if body["sampling_params"]["extra_args"][ARGUMENT]["key"][2] == 1:
             time.sleep(60.0)
         return good(body)
 
-    engine, _, _ = attach(reply, deadline_s=12.0, max_failed_fraction=0.5)
-    engine.set_version(0)
-    start = time.monotonic()
-    reasons = {rollout.item: rollout.finish_reason for rollout in engine.take(0)}
-    assert reasons.pop(slow) == "failed"
-    assert set(reasons.values()) == {"stop"}
-    assert 11.0 < time.monotonic() - start < 55.0
+    config, server = make_config(), FakeServer(reply)
+    config.rollout.deadline_s = 8.0
+
+    async def run() -> list[Rollout]:
+        sampler = Sampler(config)
+        async with session() as connections, asyncio.TaskGroup() as tasks:
+            rotation = sampler.rotation = Rotation(connections, tasks, print, 100)
+            sampler.graders = Right()
+            rotation.watch(server.url)
+            rotation.open(server.url)
+            responses = [sampler.respond(Task(0, Prompt(0, item), 0), []) for item in range(4)]
+            rollouts = await asyncio.gather(*responses)
+            rotation.remove(server.url, "the test is over")
+        return rollouts
+
+    rollouts = asyncio.run(run())
+    assert [r.finish_reason for r in rollouts] == ["stop", "failed", "stop", "stop"]
+    assert 8.0 <= rollouts[1].info["end"] - rollouts[1].info["start"] < 59.0
 
 
 def test_prompts_start_when_the_version_allows_and_load_is_spread(attach) -> None:

@@ -67,7 +67,7 @@ def again(engine: RolloutEngine, server: Server, rollouts: list[Rollout], seed: 
         key = seed, epochs[rollout.item, rollout.sample], rollout.item, rollout.sample
         prompt = rollout.tokens[~rollout.action_mask].tolist()
         body = requests.body(f"again-{rollout.item}", prompt, key, 1.0, LONG, {1})
-        return requests.parse(http.post(server.url + requests.ROUTE, body, 60.0), LONG, {1})
+        return requests.parse(http.post(server.url + requests.ROUTE, body, 600.0), LONG, {1})
 
     with ThreadPoolExecutor(len(rollouts)) as threads:
         return list(threads.map(ask, rollouts))
@@ -119,7 +119,7 @@ def test_its_successor_is_let_in(engine: RolloutEngine, refit: Refit, weights: W
         engine.members.check(joinable=True)
         return engine.joining()
 
-    (successor,) = wait_for(joining, 240.0)
+    (successor,) = wait_for(joining, 900.0)
     assert (successor.name, successor.log.name) == ("server-0.1", "server-0.1.log")
     with pytest.raises(BadServer, match=r"evaluation: 4 of 4 responses failed.*default"):  # weights of its own
         engine.finish_evaluation(engine.begin_evaluation(False, 4, 1, 0, server=successor.name))

@@ -65,7 +65,7 @@ def config(make_config, tide):
 
 def run(command: str, *arguments: str) -> str:
     line = [sys.executable, "-m", "megatron_rlzero", command, *arguments]
-    process = processes.run(line, 600.0)
+    process = processes.run(line, 1800.0)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_refits_put_every_element_where_it_belongs():
     command = [sys.executable, "tools/check_refit.py", "2", "2", "2", "4"]
-    done = run(command, 600.0, cwd=ROOT)
+    done = run(command, 1800.0, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     (counts,) = re.findall(r"3 refits, (\d+) parameters compared, (\d+) differ", done.stdout)
     assert int(counts[0]) > 500 and counts[1] == "0"

@@ -61,7 +61,7 @@ def kill_at(config, update: int, *overrides: str) -> None:
     metrics = Path(config.run_dir, "metrics.jsonl")
     line = f'{{"update": {update}, "reward'
     try:
-        wait_for(lambda: process.poll() is not None or (metrics.exists() and line in metrics.read_text()), 300)
+        wait_for(lambda: process.poll() is not None or (metrics.exists() and line in metrics.read_text()), 900)
         assert process.poll() is None, output.read_text()
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -69,7 +69,7 @@ def kill_at(config, update: int, *overrides: str) -> None:
 
 
 def finish(config, *overrides: str) -> str:
-    finished = run(command(config, *overrides), 600.0)
+    finished = run(command(config, *overrides), 1800.0)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -116,7 +116,7 @@ def replay_equals_the_run(config) -> None:
     replayed = f"{config.run_dir}-replayed"
     arguments = command(config, f"run_dir={replayed}", "--checkpoint", str(state), "--rollouts", batch)
     arguments[arguments.index("train")] = "replay"
-    done = run(arguments, 600.0)
+    done = run(arguments, 1800.0)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,), original = read_metrics(replayed), updates(config.run_dir)[update]
     assert line == {name: original[name] for name in line} and line["grad_norm"] > 0

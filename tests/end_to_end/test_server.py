@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,7 +96,7 @@ def generate(engine: RolloutEngine, tokens: int, which: list[int] | None = None,
 
     def one(n: int) -> Answer:
         body = requests.body(f"test-{n}", PROMPTS[n], KEYS[n] if key else None, 1.0, tokens, ())
-        return requests.parse(http.post(engine.servers[0].url + requests.ROUTE, body, 60.0), tokens, ())
+        return requests.parse(http.post(engine.servers[0].url + requests.ROUTE, body, 600.0), tokens, ())
 
     with ThreadPoolExecutor(len(which)) as threads:
         return list(threads.map(one, which))
@@ -158,13 +159,16 @@ def test_two_refits_in_flight(
     engine: RolloutEngine, refit: Refit, weights: list[Weights], directories: list[Path]
 ) -> None:
     first = int(version(engine))
+    began = time.monotonic()
+    generate(engine, 40)
+    pause = time.monotonic() - began  # in which all responses have begun; LONG takes many of them
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(generate, engine, LONG)
         for step, tensors in enumerate((weights[1], weights[0]), first + 1):
-            time.sleep(0.3)
+            time.sleep(pause)
             assert not future.done(), "the responses ended before the weights changed; raise LONG"
             refit.push(tensors, step)
-        answers = future.result(240.0)
+        answers = future.result(600.0)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert sorted(set(answer.versions.tolist())) == [first, first + 1, first + 2]
         assert (np.diff(answer.versions) >= 0).all()
@@ -229,6 +233,7 @@ from tests.end_to_end.test_server import engine_layout_of, halves, local_half
 weights = load_file(sys.argv[2])
 shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
 store = TCPStore("127.0.0.1", int(sys.argv[3]), 2, False)
+store.set("imported", "")  # which takes longer than rank 0 waits for it from there on
 dtypes = dict.fromkeys(shapes, torch.float32)
 refit = Refit([], 1, 2, halves(shapes), engine_layout_of(sys.argv[5]), dtypes, store, "gloo", "lo", 30.0)
 refit.add([])
@@ -278,6 +283,7 @@ def test_refit_from_two_ranks(
     arguments = [str(Path(__file__).parents[2]), str(file), str(store.port), str(number), str(directories[0])]
     other = subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
     dtypes = dict.fromkeys(shapes, torch.float32)
+    store.wait(["imported"], timedelta(seconds=600))
     refit = Refit([], 0, 2, halves(shapes), engine_layout_of(directories[0]), dtypes, store, "gloo", "lo", 30.0)
     gone = ("gone", f"http://127.0.0.1:{free_port()}", 1)
     faults = refit.add([gone, *servers])

@@ -68,7 +68,7 @@ def test_a_run_from_start_to_export(config):
     config.loop.updates, config.loop.max_lag = 6, 2
     config.probe.every = 2
     config.rollout.temperature = 0.8
-    trained = run(command(config), 600.0)
+    trained = run(command(config), 1800.0)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert "mismatch at equal weights, tokens" in trained.stdout and f"{config.run_dir}/policy" in trained.stdout
     lines = read_metrics(config.run_dir)
@@ -96,7 +96,7 @@ def test_a_killed_server_ends_the_run(config):
     process, output = start(config)
     try:
         metrics = Path(config.run_dir, "metrics.jsonl")
-        wait_for(lambda: metrics.exists() and "reward/mean" in metrics.read_text(), 240)
+        wait_for(lambda: metrics.exists() and "reward/mean" in metrics.read_text(), 900)
         children = family(process)
         server = next(p for p in children if is_server(p))
         engines = {server, *server.children(recursive=True)}
@@ -114,7 +114,7 @@ def test_a_killed_server_ends_the_run(config):
 @pytest.mark.parametrize("how", ["interrupt", "kill"])
 def test_nothing_is_left_of_a_run_that_is_ended_from_outside(config, how):
     process, output = start(config)
-    wait_for(lambda: any(is_server(p) for p in family(process)), 240)
+    wait_for(lambda: any(is_server(p) for p in family(process)), 900)
     children = family(process)
     if how == "interrupt":  # Ctrl-C goes to every process of the terminal's foreground group
         os.killpg(process.pid, signal.SIGINT)

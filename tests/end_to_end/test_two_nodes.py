@@ -64,7 +64,7 @@ def test_two_nodes_and_an_attached_server(config: Config, tmp_path: Path, monkey
             arguments = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *place, *train]
             nodes.append(run(arguments, tmp_path / f"node-{node}.log"))
         monkeypatch.setattr(http, "HEADERS", token.header(SECRET))
-        wait_for(lambda: answer(url), 240.0)
+        wait_for(lambda: answer(url), 900.0)
         for wrong in ({}, token.header("d" * 64)):
             monkeypatch.setattr(http, "HEADERS", wrong)
             for route in ("health", "weight_info", "pause", "inference/v1/generate"):
@@ -72,7 +72,7 @@ def test_two_nodes_and_an_attached_server(config: Config, tmp_path: Path, monkey
                     (http.get if route in ("health", "weight_info") else lambda u, s: http.post(u, {}, s))(
                         f"{url}/{route}", 10.0
                     )
-        codes = [node.wait(240.0) for node in nodes]
+        codes = [node.wait(900.0) for node in nodes]
         assert codes == [0, 0], (tmp_path / "node-0.log").read_text()[-3000:]
         assert server.poll() is None  # it is not the run's to end
         updates = [line for line in read_metrics(config.run_dir) if "reward/mean" in line]

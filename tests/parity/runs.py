@@ -83,7 +83,7 @@ def start(models, out: Path, kernels: str, runs: list[dict], tp: int = 1, **plan
     variables = server.environment(config) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     (out / "plan.json").write_text(json.dumps({"out": str(out), "runs": runs, **plan}))
     command = [sys.executable, "-m", "tests.parity.engine", str(out / "plan.json")]
-    subprocess.run(command, env=variables, cwd=Path(__file__).parents[2], check=True, timeout=600.0)
+    subprocess.run(command, env=variables, cwd=Path(__file__).parents[2], check=True, timeout=1800.0)
     return {run["name"]: Results.read(out / f"{run['name']}.safetensors") for run in runs}
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import save_file
@@ -146,6 +146,7 @@ def test_lines_after_the_checkpoint_are_set_aside(tmp_path):
         RunLog(made, quiet(), Saved(version=1, sizes=sizes))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
 def test_a_range_is_cut_into_boxes(shape, data):
     numbers = np.arange(np.prod(shape))

@@ -31,6 +31,7 @@ class World:
         monkeypatch.setattr(registry, "LOOK_S", 0.0)
         monkeypatch.setattr(module, "PERIOD_S", 0.01)
         monkeypatch.setattr(module, "OTHERS_PERIOD_S", 0.02)
+        monkeypatch.setattr(module, "HEALTH_S", 30.0)  # a dead one refuses at once
         monkeypatch.setattr(server, "END_S", 0.2)
         monkeypatch.setattr(server, "start", self.start)
         self.config = config
