@@ -61,8 +61,13 @@ def save(run_dir: str | Path, state: Saved, write_learner: Callable[[str], None]
         write_learner(str(partial / LEARNER))
         write_rollouts(partial / ROLLOUTS, state.finished)
         files = sorted(path.name for path in (partial / LEARNER).iterdir())
-        values = {"version": state.version, "best": state.best, "sizes": dict(state.sizes), "prompts": state.prompts}
-        values["files"] = files
+        values = {
+            "version": state.version,
+            "best": state.best,
+            "sizes": dict(state.sizes),
+            "prompts": state.prompts,
+            "files": files,
+        }
         (partial / STATE).write_text(json.dumps(values, indent=2) + "\n")
     for old in whole(run_dir)[:-keep]:
         (old / STATE).unlink()  # first: what is removed in part is not taken for whole

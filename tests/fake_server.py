@@ -44,13 +44,6 @@ def retries(config: Config) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-class Right:
-    """Graders that find every response right."""
-
-    async def grade(self, *_: Any) -> float:
-        return 1.0
-
-
 class FakeServer(ThreadingHTTPServer):
     """``reply(n, body)`` gives the n-th answer to the same prompt and key, from 1; /health answers ``health()``."""
 

@@ -57,14 +57,7 @@ def open_task(task: str, parameters: dict[str, Any], size: int) -> Any:
         dataset = reasoning_gym.create_dataset(task, **{"seed": DEFAULT_SEED, **parameters, "size": 2 * size})
         entry = dataset[0]
         dataset.score_answer(entry["answer"], entry)
-    except (
-        AssertionError,
-        AttributeError,
-        TypeError,
-        ValueError,
-        LookupError,
-        OSError,
-    ) as error:  # what its tasks raise
+    except (AssertionError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:  # what tasks raise
         known = ", ".join(name for name in DATASETS[task][1].__dataclass_fields__ if name != "size")
         raise DataError(
             [f"environment.parameters = {parameters}: {task} refuses them: {error!r}; it takes {known}"]

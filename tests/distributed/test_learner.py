@@ -168,8 +168,7 @@ def test_loss_and_gradients_equal_the_float64_oracle(model, one, two, name):
 def test_the_routers_own_losses_are_means_over_the_tokens(model, one, two, name):
     hf, out = read_config(model), one if name in CASES[1] else two
     weights = {k: v.double().requires_grad_() for k, v in load_file(model / "model.safetensors").items()}
-    with torch.enable_grad():
-        balance, z = oracle.router_losses(hf, weights, responses(False, hf, weights))
+    balance, z = oracle.router_losses(hf, weights, responses(False, hf, weights))
     own = torch.autograd.grad(
         BALANCE * balance if "balanced" in name else Z * z,
         list(weights.values()),

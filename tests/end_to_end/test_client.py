@@ -17,12 +17,12 @@ from megatron_rlzero.config import Environment as EnvironmentConfig
 from megatron_rlzero.generation.engine import RolloutEngine
 from megatron_rlzero.generation.grading import Graders
 from megatron_rlzero.generation.requests import ARGUMENT
-from megatron_rlzero.generation.rotation import Rotation, session
-from megatron_rlzero.generation.sampler import Sampler, Task
+from megatron_rlzero.generation.sampler import Task
 from megatron_rlzero.generation.schedule import Prompt
 from megatron_rlzero.rollout import Rollout
-from tests.fake_server import FakeServer, Handler, Right, good, identity, retries
+from tests.fake_server import FakeServer, Handler, good, identity, retries
 from tests.processes import command
+from tests.sampling import let_in, sampling
 
 
 def test_failed_responses_are_retried_with_their_key_then_recorded(attach) -> None:
@@ -88,16 +88,9 @@ def test_the_deadline_records_a_slow_response_as_failed(make_config) -> None:
     config.rollout.deadline_s = 8.0
 
     async def run() -> list[Rollout]:
-        sampler = Sampler(config)
-        async with session() as connections, asyncio.TaskGroup() as tasks:
-            rotation = sampler.rotation = Rotation(connections, tasks, print, 100)
-            sampler.graders = Right()
-            rotation.watch(server.url)
-            rotation.open(server.url)
-            responses = [sampler.respond(Task(0, Prompt(0, item), 0), []) for item in range(4)]
-            rollouts = await asyncio.gather(*responses)
-            rotation.remove(server.url, "the test is over")
-        return rollouts
+        async with sampling(config) as sampler:
+            let_in(sampler, server)
+            return await asyncio.gather(*(sampler.respond(Task(0, Prompt(0, item), 0), []) for item in range(4)))
 
     rollouts = asyncio.run(run())
     assert [r.finish_reason for r in rollouts] == ["stop", "failed", "stop", "stop"]
@@ -159,7 +152,7 @@ def test_a_server_without_our_sampling_is_refused(make_config) -> None:
         engine.close()
 
 
-def test_a_dead_grader_is_replaced_and_its_response_asked_for_again(attach, monkeypatch) -> None:
+def test_a_dead_grader_is_replaced_and_its_response_asked_for_again(attach) -> None:
     """A scorer that ends its process on a response: it fails, the others are graded, and the run goes on."""
     version = 0
     engine, _, config = attach(lambda n, body: good(body, version), max_retries=1, max_failed_fraction=0.5)

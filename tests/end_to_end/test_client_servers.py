@@ -13,12 +13,12 @@ import pytest
 
 from megatron_rlzero.generation.client import Client
 from megatron_rlzero.generation.engine import BadServer
-from megatron_rlzero.generation.rotation import Rotation, session
-from megatron_rlzero.generation.sampler import Sampler, Task
+from megatron_rlzero.generation.sampler import Task
 from megatron_rlzero.generation.schedule import Prompt
 from megatron_rlzero.rollout import Rollout
-from tests.fake_server import FakeServer, Right, good, identity, retries
+from tests.fake_server import FakeServer, good, identity, retries
 from tests.processes import wait_for
+from tests.sampling import let_in, sampling
 
 
 def test_a_death_in_mid_request_is_nobodys_attempt(attach) -> None:
@@ -50,18 +50,12 @@ def test_the_deadline_waits_for_a_server(make_config) -> None:
     config.rollout.deadline_s = 6.0
 
     async def run() -> Rollout:
-        sampler = Sampler(config)
-        async with session() as connections, asyncio.TaskGroup() as tasks:
-            rotation = sampler.rotation = Rotation(connections, tasks, print, 100)
-            sampler.graders = Right()
+        async with sampling(config) as sampler:
             response = asyncio.create_task(sampler.respond(Task(0, Prompt(0, 0), 0), []))
             await asyncio.sleep(6.5)
             assert not response.done()
-            rotation.watch(server.url)
-            rotation.open(server.url)
-            rollout = await response
-            rotation.remove(server.url, "the test is over")
-        return rollout
+            let_in(sampler, server)
+            return await response
 
     rollout = asyncio.run(run())
     assert (rollout.finish_reason, rollout.attempts, rollout.reward) == ("stop", 1, 1.0)
@@ -79,20 +73,13 @@ def test_time_at_a_server_that_died_does_not_count(make_config) -> None:
     config.rollout.deadline_s = 10.0
 
     async def run() -> Rollout:
-        sampler = Sampler(config)
-        async with session() as connections, asyncio.TaskGroup() as tasks:
-            rotation = sampler.rotation = Rotation(connections, tasks, print, 100)
-            sampler.graders = Right()
-            rotation.watch(dying.url)
-            rotation.open(dying.url)
+        async with sampling(config) as sampler:
+            let_in(sampler, dying)
             response = asyncio.create_task(sampler.respond(Task(0, Prompt(0, 0), 0), []))
             await asyncio.sleep(6.0)
-            rotation.watch(other.url)
-            rotation.open(other.url)
+            let_in(sampler, other)
             dying.die()
-            rollout = await response
-            rotation.remove(other.url, "the test is over")
-        return rollout
+            return await response
 
     rollout = asyncio.run(run())
     release.set()
