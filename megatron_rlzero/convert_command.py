@@ -15,7 +15,7 @@ from megatron_rlzero.architectures import add
 from megatron_rlzero.architectures.checkpoint_layout import smallest_world
 from megatron_rlzero.architectures.layouts import Parallel
 from megatron_rlzero.convert import to_hf, to_megatron
-from megatron_rlzero.launch import is_rank
+from megatron_rlzero.launch import is_rank, ranks_store
 from megatron_rlzero.resharding.directories import CheckpointError
 from megatron_rlzero.resharding.team import Team
 
@@ -71,12 +71,8 @@ def _check_options(parsed: Namespace) -> None:
 
 
 def _team() -> Team:
-    """The processes that torchrun has started; this one alone without it."""
-    if not is_rank():
-        return Team()
-    from torch.distributed import rendezvous
-
-    return Team(*next(rendezvous("env://")))
+    """The processes that torchrun or ``launch`` has started; this one alone without them."""
+    return Team(*ranks_store()) if is_rank() else Team()
 
 
 def _parallel(parsed: Namespace) -> Parallel:

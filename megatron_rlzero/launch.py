@@ -9,12 +9,13 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron_rlzero.network import LOOPBACK
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store, TCPStore
 
 #: how the runs that ``launch`` starts are called, before the launcher's process id
 RUN = "megatron-rlzero-"
@@ -47,6 +48,22 @@ def loopback_store() -> TCPStore:
         listener.listen()
         host, port = listener.getsockname()
         return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def ranks_store(timeout: timedelta = timedelta(minutes=5)) -> tuple[Store, int, int]:
+    """The store of all ranks, this rank and their number, as the environment names them.
+
+    Args:
+        timeout: for the store's answers.
+    """
+    if not launched_here():
+        from torch.distributed import rendezvous
+
+        return next(rendezvous("env://", timeout=timeout))
+    from torch.distributed import TCPStore
+
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", STORE))
+    return TCPStore(LOOPBACK, port, None, False, timeout), rank, size
 
 
 def launch(arguments: Sequence[str], world_size: int) -> int:

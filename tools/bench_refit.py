@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_rlzero.architectures import qwen3_moe
 from megatron_rlzero.architectures.layouts import Parallel, engine_layout, learner_layout
-from megatron_rlzero.launch import launch
+from megatron_rlzero.launch import launch, ranks_store
 from megatron_rlzero.resharding.layout import Piece
 from megatron_rlzero.resharding.plan import plan
 from megatron_rlzero.resharding.transport import execute
@@ -54,8 +54,9 @@ def memory(pieces: list[Piece], fill: float) -> dict[str, torch.Tensor]:
 
 def rank_main(gib: float, rounds: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, workers = dist.get_rank(), dist.get_world_size() - LEARNERS
+    store, rank, size = ranks_store()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    workers = size - LEARNERS
     hf = config(gib)
     learner = learner_layout(qwen3_moe, hf, Parallel(LEARNERS, expert_model_parallel_size=LEARNERS), 4)
     engine = {LEARNERS + w: pieces for w, pieces in engine_layout(qwen3_moe, hf, workers).items()}

@@ -27,9 +27,8 @@ from megatron_rlzero.config import Optimizer as OptimizerSettings
 from megatron_rlzero.invariance.megatron import PolicyModel, hybrid_stack_spec
 from megatron_rlzero.invariance.operators import OPERATORS
 from megatron_rlzero.kernels import backend, libraries
-from megatron_rlzero.launch import STORE, launched_here
+from megatron_rlzero.launch import ranks_store
 from megatron_rlzero.learner import cpu
-from megatron_rlzero.network import LOOPBACK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -67,19 +66,13 @@ def initialise_distributed(config: Config) -> tuple[torch.device, dist.Store]:
         torch.set_num_threads(config.learner.threads_per_rank)
         cpu.activate()
     timeout = timedelta(seconds=config.learner.timeout_s)
-    store, rank, size = _meet_here(timeout) if launched_here() else next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, size = ranks_store(timeout)
     transport = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     dist.init_process_group(transport, store=store, rank=rank, world_size=size, timeout=timeout)
     make_parallel_groups(config.learner)
     if config.kernels == "aligned":
         _agree_on_operators(store, rank, size)
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"), store
-
-
-def _meet_here(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The ranks' store, this rank and their number, where ``launch`` started them."""
-    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", STORE))
-    return dist.TCPStore(LOOPBACK, port, None, False, timeout), rank, size
 
 
 def _agree_on_operators(store: dist.Store, rank: int, size: int) -> None:

@@ -77,8 +77,9 @@ class Ranks:
         self._learner.state.load(directory)
 
     def stop(self) -> None:
-        """Lets the other ranks leave ``follow``."""
+        """Lets the other ranks leave ``follow``, and waits until they have: their store may be this process's."""
         self._channel.send(Command("stop", {}))
+        dist.barrier()
 
 
 def follow(learner: Learner, channel: Channel, refit: Refit | None) -> None:
@@ -106,3 +107,4 @@ def follow(learner: Learner, channel: Channel, refit: Refit | None) -> None:
                 learner.state.load(command.arguments["directory"])
             case kind:
                 raise ValueError(f"rank 0 sent the unknown command {kind!r}")
+    dist.barrier()

@@ -39,6 +39,7 @@ class Team:
                 self._tell(f"done by {self.rank}", fault=f"{type(error).__name__}: {error}")
                 raise
             self.ask("end")
+            self.tell(f"left by {self.rank}", None)
             return
         fault: str | None = "stopped"
         try:
@@ -54,6 +55,8 @@ class Team:
                 self._tell("directory", fault=fault)
                 self._tell("files", fault=fault)
             self._tell("end", fault=fault)
+        for rank in range(1, self.size):  # the store may be this process's, and they still read the end from it
+            self.ask(f"left by {rank}")
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in the first one when all are done; nothing in the others."""
