@@ -13,7 +13,7 @@ from tests.parity.runs import tokens
     ("model", "operators"),
     [
         ("moe", 2 * 8 + 1),
-        ("tied", 2 * 6 + 1),
+        pytest.param("tied", 2 * 6 + 1, marks=pytest.mark.full),
         pytest.param("qwen2", 3 * 4 + 1, marks=pytest.mark.full),
         pytest.param("llama", 3 * 4 + 1, marks=pytest.mark.full),
     ],
