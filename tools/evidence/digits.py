@@ -41,8 +41,8 @@ MODEL = {
     "tie_word_embeddings": False,
     "initializer_range": 0.06,
 }
-#: of the warm-up by maximum likelihood: steps, responses, learning rate, longest prompt, wrong digits of the teacher
-STEPS, BATCH, LEARNING_RATE, SHORT, NOISE = 300, 128, 2e-3, 6.0, 0.1
+#: of the warm-up by maximum likelihood: steps, responses, learning rate, wrong digits of the teacher
+STEPS, BATCH, LEARNING_RATE, NOISE = 1500, 128, 2e-3, 0.3
 
 
 def write(path: Path, count: int, difficulty: float, seed: str) -> None:
@@ -87,10 +87,10 @@ def prepare(config_file: Path, model: Path, random_model: Path) -> None:
 
 
 def lesson(tokenizer, step: int) -> list[Rollout]:
-    """BATCH answers to short prompts, of whose digits NOISE are replaced: the policy is left with entropy."""
+    """BATCH answers to prompts of any length, of whose digits NOISE are replaced: the policy is left with entropy."""
     draw, rollouts = random.Random(f"lesson {step}"), []
     for item in range(BATCH):
-        digits = "".join(draw.choice(DIGITS) for _ in range(1 + int(draw.random() * SHORT)))
+        digits = "".join(draw.choice(DIGITS) for _ in range(1 + int(draw.random() * LONGEST)))
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": digits}], add_generation_prompt=True, return_dict=False
         )

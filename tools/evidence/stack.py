@@ -22,7 +22,7 @@ from megatron_rlzero.metrics import read_metrics
 from tools.evidence import digits
 from tools.evidence.results import ROOT
 
-CHUNK, TARGET, FIRST, GAIN, LAST = 500, 0.55, 9.0, 8.0, 200
+CHUNK, TARGET, FIRST, GAIN, LAST = 500, 0.55, 3.0, 8.0, 200
 #: windows in which pass@1 is looked at
 WINDOW = 200
 
