@@ -29,7 +29,7 @@ SETTINGS = {
     "learner": {
         "world_size": 1,
         "max_tokens_per_microbatch": 2048,
-        "optimizer": {"lr": 5e-6, "lr_warmup_updates": 10},
+        "optimizer": {"lr": 2e-6, "lr_warmup_updates": 10},
     },
     "rollout": {"servers": 1, "max_prompt_tokens": 26, "max_response_tokens": 26},
     "loop": {"max_lag": 8, "prompts_per_update": 32},
@@ -68,6 +68,7 @@ def figures(x: dict[str, NDArray], held_out: list[dict[str, float]]) -> dict[str
         "smallest ESS": float(x["is/ess"].min()),
         "largest weight": float(x["is/ratio_max"].max()),
         "KL last/first": ratio("rollout_kl/k3"),
+        "KL last/first, medians": ratio("rollout_kl/k3", np.median),
         "kernel KL last/first": ratio("kernel/k3"),
         "entropy last/first": ratio("entropy", np.median),
         "grad norm last/first": ratio("grad_norm", np.median),
