@@ -50,11 +50,11 @@ def loopback_store() -> TCPStore:
         return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def ranks_store(timeout: timedelta = timedelta(minutes=5)) -> tuple[Store, int, int]:
+def ranks_store(timeout: timedelta = timedelta(minutes=30)) -> tuple[Store, int, int]:
     """The store of all ranks, this rank and their number, as the environment names them.
 
     Args:
-        timeout: for the store's answers.
+        timeout: for the store's answers; by default torch's own, since a conversion's ranks wait for each other so.
     """
     if not launched_here():
         from torch.distributed import rendezvous

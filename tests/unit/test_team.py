@@ -9,7 +9,6 @@ from megatron_rlzero.network import LOOPBACK
 
 RANK = """
 import sys, time
-from pathlib import Path
 from megatron_rlzero.launch import ranks_store
 from megatron_rlzero.resharding.team import Team
 
@@ -31,5 +30,9 @@ def test_the_first_stays_until_all_have_left(tmp_path):
     place = os.environ | {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3"}
     command = [sys.executable, "-c", RANK, tmp_path / "target"]
     ranks = [subprocess.Popen(command, env=place | {"RANK": str(rank)}) for rank in range(3)]
-    assert [rank.wait(600) for rank in ranks] == [0, 0, 0]
+    try:
+        assert [rank.wait(600) for rank in ranks] == [0, 0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert {file.name for file in (tmp_path / "target").iterdir()} >= {"0", "1", "2"}

@@ -4,7 +4,8 @@ Usage: python -m tools.evidence.whole_stack [--out DIR] [--updates 20000 5000]. 
 you like: it goes on from the runs' checkpoints. max_lag 8, bf16 on both sides, the same prompts, noise, learning rate
 and difficulties in both arms; the aligned arm goes first to the stock arm's length. The aligned arm stops at the first
 byte in which learner and engine differ at equal weights. log_ratio.py splits the log-ratio of every token into age and
-kernels. Ratios as in long_lag.py: the last 500 updates to updates 500 to 1,000, means, medians for entropy and norm.
+kernels. Ratios as in long_lag.py: the last 500 updates to updates 500 to 1,000, means, medians
+for entropy and norm, and both for the KL.
 """
 
 from __future__ import annotations
