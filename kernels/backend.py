@@ -1,15 +1,19 @@
-"""The one choice between the two forms of the operators that have two: native and torch.
+"""The one choice between the forms of an operator: Triton for tensors on a GPU, native or torch for those of a CPU.
 
-Native is C++ in an operator's folder, compiled on demand; torch is what it is tested against, and what computes where
-there is no compiler, no AVX-512, or no CPU. They agree within rounding, not to the bit: learner and engine must take
-the same.
+Native is C++ in an operator's folder, compiled on demand; torch is what the others are tested against, and what
+computes where there is no compiler or no AVX2. Forms agree within rounding, not to the bit: learner and engine must
+take the same.
 """
+
+import os
 
 from torch import Tensor
 
 from megatron_rlzero.kernels import compiler
 
 BACKENDS = ("native", "torch")
+#: whether Triton interprets its kernels, on tensors in host memory; what Triton itself reads, once, at its import
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _chosen = ""
 
 
@@ -34,7 +38,7 @@ def choose(name: str) -> None:
     if name == "native":
         if not compiler.usable():
             raise RuntimeError(
-                f"operators = native needs the compiler {compiler.COMPILER} and a CPU with AVX-512; "
+                f"operators = native needs the compiler {compiler.COMPILER} and a CPU with AVX2; "
                 "learner and engine have to run on machines of one kind"
             )
         for library in compiler.LIBRARIES:
@@ -45,3 +49,8 @@ def choose(name: str) -> None:
 def native(x: Tensor) -> bool:
     """Whether the native form computes tensors that lie where ``x`` does."""
     return x.device.type == "cpu" and backend() == "native"
+
+
+def triton(x: Tensor) -> bool:
+    """Whether the Triton form computes tensors that lie where ``x`` does."""
+    return x.device.type == "cuda" or (INTERPRETED and _chosen == "triton")

@@ -14,14 +14,20 @@ import torch
 COMPILER = "g++"
 #: Operators that have one, each from the sources in its folder.
 LIBRARIES = ("attention", "mamba")
-FLAGS = ("-O3", "-march=x86-64-v4", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
+#: what torch calls the CPU's vectors -> the architecture that has them
+ARCHITECTURES = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+_VECTORS = torch.backends.cpu.get_cpu_capability()
+FLAGS = (
+    *("-O3", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-psabi"),
+    f"-march={ARCHITECTURES.get(_VECTORS, 'x86-64')}",
+)
 _KERNELS = Path(__file__).parent
 _find = cache(shutil.which)
 
 
 def usable() -> bool:
-    """Whether this machine can compile and run the libraries: it has a compiler and a CPU with AVX-512."""
-    return _find(COMPILER) is not None and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    """Whether this machine can compile and run the libraries: it has a compiler and a CPU with AVX2."""
+    return _find(COMPILER) is not None and _VECTORS in ARCHITECTURES
 
 
 @cache

@@ -1,5 +1,9 @@
 """Tile constants: the shapes that fix the order of every reduction. Never tuned at run time."""
 
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -48,3 +52,68 @@ def halving_sum(x: Tensor) -> Tensor:
         width //= 2
         x = x[..., :width] + x[..., width:]
     return x[..., 0]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of a Triton kernel: rows, columns, bytes of the contracted dimension per row, and the launch's options."""
+
+    m: int
+    n: int = 0
+    bytes: int = 0
+    warps: int = 4
+    stages: int = 1
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Tiles of one architecture. They fix the order of sums: learner and engine run on GPUs of one architecture.
+
+    Attributes:
+        product: of matrices; of a grouped product too, whose rows belong to experts.
+        row: elementwise kernels and those of whole rows; m rows at a time where rows are short.
+        tree: n columns of which m rows are added at a time, a power of two.
+        router: m tokens.
+        vocabulary: m rows of logits, of which blocks of VOCABULARY ids are taken in turn.
+    """
+
+    product: Tile
+    row: Tile
+    tree: Tile
+    router: Tile
+    vocabulary: Tile
+
+
+_AMPERE = Gpu(
+    product=Tile(m=64, n=128, bytes=128, warps=4, stages=3),
+    row=Tile(m=16, warps=4),
+    tree=Tile(m=64, n=64, warps=4),
+    router=Tile(m=4, warps=4),
+    vocabulary=Tile(m=4, warps=4),
+)
+#: compute capability -> tiles
+GPUS = {80: _AMPERE, 90: replace(_AMPERE, product=Tile(m=128, n=128, bytes=128, warps=8, stages=3))}
+GPUS[100] = GPUS[90]
+
+
+#: of the interpreter, whose time is that of the elements in a tile
+SMALL = replace(_AMPERE, product=Tile(m=16, n=32, bytes=128))
+
+
+@lru_cache
+def gpu(device: torch.device) -> Gpu:
+    """Tiles of the architecture of ``device``; under the interpreter, on a CPU, small ones.
+
+    Raises:
+        RuntimeError: the kernels have not been compiled for that architecture.
+    """
+    if device.type != "cuda":
+        return SMALL
+    major, minor = torch.cuda.get_device_capability(device)
+    known = [capability for capability in GPUS if capability // 10 == major and capability <= 10 * major + minor]
+    if not known:
+        raise RuntimeError(
+            f"kernels = aligned: no tiles for compute capability {major}.{minor}; there are some for "
+            f"{', '.join(f'{c // 10}.{c % 10}' for c in GPUS)} (kernels/tiles.py)"
+        )
+    return GPUS[max(known)]

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
-#ifdef __AVX512F__
+#ifdef __FMA__
 #include <immintrin.h>
 #endif
 
@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t LANES = 16;
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float Eights __attribute__((vector_size(32)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
@@ -30,6 +31,12 @@ inline Vector all(float x) { return x - Vector{}; }
 inline Vector fma(Vector a, Vector b, Vector c) {
 #if defined(__AVX512F__)
   return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  Eights x[2], y[2], z[2];
+  std::memcpy(x, &a, sizeof a), std::memcpy(y, &b, sizeof b), std::memcpy(z, &c, sizeof c);
+  for (int i = 0; i < 2; ++i) z[i] = (Eights)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
+  std::memcpy(&c, z, sizeof c);
+  return c;
 #else
   for (int l = 0; l < LANES; ++l) c[l] = std::fma(a[l], b[l], c[l]);
   return c;

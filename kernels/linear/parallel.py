@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_rlzero.kernels.linear.reference import linear
+from megatron_rlzero.kernels.linear.dispatch import linear, weight_gradient
 from megatron_rlzero.kernels.reduction import all_reduce, gather, reduce_scatter, row_sum, sliced_product
 
 
@@ -82,7 +82,7 @@ class _Column(torch.autograd.Function):
         slices, group, sequence_parallel, blocks, biased = ctx.layout
         root = sliced_product(grad, weight, slices, blocks)
         grad_x = (reduce_scatter if sequence_parallel else all_reduce)(root, group).to(x.dtype)
-        grad_weight = grad.T @ (gather(x, group) if sequence_parallel else x)
+        grad_weight = weight_gradient(grad, gather(x, group) if sequence_parallel else x)
         grad_bias = row_sum(grad).to(grad.dtype) if biased else None
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
@@ -100,7 +100,7 @@ class _Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         group, sequence_parallel = ctx.layout
         grad = gather(grad, group) if sequence_parallel else grad
-        return linear(grad, weight.T), grad.T @ x, None, None, None
+        return linear(grad, weight.T), weight_gradient(grad, x), None, None, None
 
 
 class _Replicated(torch.autograd.Function):
@@ -113,7 +113,8 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        return linear(grad, weight.T), gather(grad, ctx.rows).T @ gather(x, ctx.rows), None
+        grad_weight = weight_gradient(gather(grad, ctx.rows), gather(x, ctx.rows))
+        return linear(grad, weight.T), grad_weight, None
 
 
 def _mine(slices: int, group: ProcessGroup | None) -> int:

@@ -1,4 +1,4 @@
-"""Linear on fixed row tiles: the bits of a row depend neither on the other rows nor on how many there are."""
+"""Torch's form of linear, on fixed row tiles: the bits of a row depend neither on others nor on their number."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -6,16 +6,8 @@ from torch.nn import functional as F
 from megatron_rlzero.kernels.tiles import pad_rows
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + b.
-
-    Args:
-        x: [..., K].
-        weight: [N, K], dtype of ``x``.
-        bias: [N] or None.
-
-    Returns:
-        [..., N], dtype of ``x``; products are accumulated in fp32 and rounded once.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See ``dispatch.linear``.
 
     A library picks other code for one row than for many, with another order of the sum over K; padded to whole
     tiles it never sees few rows.
@@ -23,3 +15,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     y = F.linear(pad_rows(rows), weight, bias)[: rows.shape[0]]
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """See ``dispatch.weight_gradient``."""
+    return grad.T @ x

@@ -1,4 +1,7 @@
-"""Every kernel test: uninitialised memory holds NaN, and the number of threads is put back; the forms of operators."""
+"""Every kernel test: uninitialised memory holds NaN, and the number of threads is put back; the forms of operators.
+
+With TRITON_INTERPRET=1 all tests here are of the Triton form, on a CPU.
+"""
 
 import pytest
 import torch
@@ -6,8 +9,17 @@ import torch
 from megatron_rlzero.kernels import backend, compiler
 
 
+def pytest_collection_modifyitems(items):
+    if backend.INTERPRETED:
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(pytest.mark.skip(reason="of CPUs"))
+
+
 @pytest.fixture(autouse=True)
-def poisoned():
+def poisoned(monkeypatch):
+    if backend.INTERPRETED:
+        monkeypatch.setattr(backend, "_chosen", "triton")
     threads = torch.get_num_threads()
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)  # empty() and its kin are then filled with NaN
@@ -18,10 +30,10 @@ def poisoned():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=backend.BACKENDS)
+@pytest.fixture(params=["triton"] if backend.INTERPRETED else backend.BACKENDS)
 def form(request, monkeypatch):
-    """native | torch, the backend of this test."""
+    """native | torch, or else triton: the form of this test's operators."""
     if request.param == "native" and not compiler.usable():
-        pytest.skip("no compiler, or no AVX-512")
+        pytest.skip("no compiler, or no AVX2")
     monkeypatch.setattr(backend, "_chosen", request.param)
     return request.param

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from megatron_rlzero.kernels.linear import column_parallel, linear, replicated, row_parallel
 from megatron_rlzero.kernels.reduction import row_sum, sliced_product, tree
-from tests.kernels.checks import DTYPES, FP32, dependent_rows, errors, rounded_once, tolerance
+from tests.kernels.checks import DTYPES, FP32, INTERPRETED, dependent_rows, errors, rounded_once, tolerance
 
 
 def oracle(x, weight, bias=None):
@@ -43,6 +43,7 @@ def test_rows_do_not_depend_on_the_batch(dtype, k, n):
     assert dependent_rows(lambda x: linear(x, weight), torch.randn(50, k).to(dtype), nan) == []
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("k", "n"), [(512, 1024), (1024, 100), (2048, 512)])
 def test_rows_of_wide_products_do_not_depend_on_the_batch(dtype, k, n):
@@ -55,16 +56,17 @@ def test_rows_of_wide_products_do_not_depend_on_the_batch(dtype, k, n):
 @pytest.mark.parametrize("k", [64, 576, 896])
 def test_a_bias_depends_on_neither_rows_nor_columns(dtype, k):
     """Ranks hold some of the columns; the learner's are in another order than the engine's."""
-    weight, bias, x = torch.randn(960, k).to(dtype), torch.randn(960).to(dtype), torch.randn(50, k).to(dtype)
+    n = 96 if INTERPRETED else 960
+    weight, bias, x = torch.randn(n, k).to(dtype), torch.randn(n).to(dtype), torch.randn(50, k).to(dtype)
     y = linear(x, weight, bias)
     assert dependent_rows(lambda x: linear(x, weight, bias), x) == []
     for ranks in (2, 4):
         parts = [linear(x, w, b) for w, b in zip(weight.chunk(ranks), bias.chunk(ranks), strict=True)]
         assert torch.equal(torch.cat(parts, 1), y)
-    order = torch.randperm(960)
+    order = torch.randperm(n)
     assert torch.equal(linear(x, weight[order], bias[order]), y[:, order])
-    # a sum rounded before the bias is another one; in fp32 of one panel of K it is rounded in any case
-    assert torch.equal(linear(x, weight) + bias, y) == (dtype == FP32 and k == 64)
+    # a sum rounded before the bias is another one; in fp32 the library adds it to one panel of K, Triton to them all
+    assert torch.equal(linear(x, weight) + bias, y) == (dtype == FP32 and (INTERPRETED or k == 64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,7 +156,7 @@ def test_a_tree_adds_neighbours():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [64, 512, 576, 2048])
+@pytest.mark.parametrize("k", [64, 512, *([] if INTERPRETED else [576, 2048])])
 def test_rows_of_a_row_parallel_layer_do_not_depend_on_the_batch(dtype, k):
     weight = torch.randn(129, k).to(dtype)
     assert dependent_rows(lambda x: row_parallel(x, weight, 4), torch.randn(50, k).to(dtype)) == []

@@ -36,7 +36,7 @@ def test_native_is_torch_within_rounding(dtype, sizes):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES[2:])
-@pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-O1", "-march=x86-64-v3")])
+@pytest.mark.parametrize("flags", [("-march=x86-64-v3",), ("-O1", "-march=x86-64-v3"), ("-march=x86-64-v2",)])
 def test_another_instruction_set_gives_the_same_bits(monkeypatch, dtype, sizes, flags):
     """The order of every sum is the source's, not the compiler's."""
     inputs = make(sum(LENGTHS), sizes, dtype, len(LENGTHS))

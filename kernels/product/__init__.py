@@ -1,0 +1,1 @@
+"""Products of matrices on fixed tiles, for GPUs: the arithmetic under linear layers and slices."""
