@@ -75,6 +75,9 @@ class Gpu:
         tree: n columns of which m rows are added at a time, a power of two.
         router: m tokens.
         vocabulary: m rows of logits, of which blocks of VOCABULARY ids are taken in turn.
+        attention: m rows of queries (of the heads that share keys), n keys at a time; backward too, see its file.
+        scan: m channels of a head's state; chunks have CHUNK tokens.
+        conv: m tokens, n channels.
     """
 
     product: Tile
@@ -82,6 +85,10 @@ class Gpu:
     tree: Tile
     router: Tile
     vocabulary: Tile
+    attention: Tile
+    attention_backward: Tile
+    scan: Tile
+    conv: Tile
 
 
 _AMPERE = Gpu(
@@ -90,6 +97,10 @@ _AMPERE = Gpu(
     tree=Tile(m=64, n=64, warps=4),
     router=Tile(m=4, warps=4),
     vocabulary=Tile(m=4, warps=4),
+    attention=Tile(m=64, n=64, warps=4, stages=2),
+    attention_backward=Tile(m=64, n=64, warps=4, stages=2),
+    scan=Tile(m=16, warps=2),
+    conv=Tile(m=32, n=64, warps=4),
 )
 #: compute capability -> tiles
 GPUS = {80: _AMPERE, 90: replace(_AMPERE, product=Tile(m=128, n=128, bytes=128, warps=8, stages=3))}
