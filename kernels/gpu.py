@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from megatron_rlzero.kernels.backend import INTERPRETED
 from megatron_rlzero.kernels.tiles import Tile
@@ -28,9 +29,9 @@ def dot(a, b, total):
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """An fp32 x in ``dtype``, to the nearest, ties to even; the interpreter by itself would cut bits off."""
-    if _INTERPRETED and dtype != tl.float32:
+    if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        up = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        up = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         x = tl.where(x == x, up, x)
     return x.to(dtype)
 
@@ -51,3 +52,9 @@ def programs(tasks: int, device: torch.device) -> int:
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else FEW
+
+
+def rows(x: Tensor) -> Tensor:
+    """[..., n] -> [rows, n] whose elements lie side by side; a view where that is possible."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()

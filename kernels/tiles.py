@@ -56,11 +56,15 @@ def halving_sum(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a Triton kernel: rows, columns, bytes of the contracted dimension per row, and the launch's options."""
+    """Sizes of a Triton kernel: rows, columns, the contracted dimension, and the launch's options.
+
+    ``split``: keys of attention that form a range, whose sums are made apart and then added to those of the others.
+    """
 
     m: int
     n: int = 0
-    bytes: int = 0
+    k: int = 0
+    split: int = 0
     warps: int = 4
     stages: int = 1
 
@@ -70,45 +74,64 @@ class Gpu:
     """Tiles of one architecture. They fix the order of sums: learner and engine run on GPUs of one architecture.
 
     Attributes:
-        product: of matrices; of a grouped product too, whose rows belong to experts.
+        product: of bf16 matrices; of a grouped product too, whose rows belong to experts.
+        product_fp32: the same of fp32 matrices, which no tensor core multiplies exactly.
         row: elementwise kernels and those of whole rows; m rows at a time where rows are short.
         tree: n columns of which m rows are added at a time, a power of two.
         router: m tokens.
         vocabulary: m rows of logits, of which blocks of VOCABULARY ids are taken in turn.
         attention: m rows of queries (of the heads that share keys), n keys at a time; backward too, see its file.
-        scan: m channels of a head's state; chunks have CHUNK tokens.
+        attention_fp32: for both, where products have no tensor cores and keep their operands in registers; the same m.
+        scan: m channels of a head's state and n of its columns at a time; chunks have CHUNK tokens.
         conv: m tokens, n channels.
     """
 
     product: Tile
+    product_fp32: Tile
     row: Tile
     tree: Tile
     router: Tile
     vocabulary: Tile
     attention: Tile
+    attention_fp32: Tile
     attention_backward: Tile
     scan: Tile
     conv: Tile
 
+    def product_of(self, dtype: torch.dtype) -> Tile:
+        """That of products of matrices of ``dtype``."""
+        return self.product_fp32 if dtype == torch.float32 else self.product
+
 
 _AMPERE = Gpu(
-    product=Tile(m=64, n=128, bytes=128, warps=4, stages=3),
+    product=Tile(m=64, n=128, k=64, warps=8, stages=3),
+    product_fp32=Tile(m=64, n=32, k=16, warps=4, stages=2),
     row=Tile(m=16, warps=4),
     tree=Tile(m=64, n=64, warps=4),
     router=Tile(m=4, warps=4),
     vocabulary=Tile(m=4, warps=4),
-    attention=Tile(m=64, n=64, warps=4, stages=2),
+    attention=Tile(m=64, n=64, split=1024, warps=4, stages=2),
+    attention_fp32=Tile(m=64, n=16, split=1024, warps=16),
     attention_backward=Tile(m=64, n=64, warps=4, stages=2),
-    scan=Tile(m=16, warps=2),
+    scan=Tile(m=32, n=32, warps=4),
     conv=Tile(m=32, n=64, warps=4),
 )
 #: compute capability -> tiles
-GPUS = {80: _AMPERE, 90: replace(_AMPERE, product=Tile(m=128, n=128, bytes=128, warps=8, stages=3))}
-GPUS[100] = GPUS[90]
+GPUS = {80: _AMPERE, 90: replace(_AMPERE, product=Tile(m=128, n=128, k=64, warps=8, stages=3))}
+GPUS[100] = replace(GPUS[90], product=Tile(m=128, n=64, k=64, warps=8, stages=3))
 
 
 #: of the interpreter, whose time is that of the elements in a tile
-SMALL = replace(_AMPERE, product=Tile(m=16, n=32, bytes=128))
+SMALL = replace(
+    _AMPERE,
+    product=Tile(m=16, n=32, k=64),
+    product_fp32=Tile(m=16, n=32, k=32),
+    router=Tile(m=16),
+    attention=Tile(m=128, n=64, split=128),
+    attention_fp32=Tile(m=128, n=64, split=128),
+    attention_backward=Tile(m=64, n=64),
+    scan=Tile(m=32, n=64),
+)
 
 
 @lru_cache

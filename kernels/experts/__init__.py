@@ -1,5 +1,5 @@
 """Grouped linear over experts, and the weighted sum of their outputs."""
 
-from megatron_rlzero.kernels.experts.reference import combine, grouped_linear, mlp
+from megatron_rlzero.kernels.experts.dispatch import combine, grouped_linear, mlp
 
 __all__ = ["combine", "grouped_linear", "mlp"]

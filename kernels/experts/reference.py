@@ -1,4 +1,4 @@
-"""Experts: one linear per expert on its own rows; outputs combined in ascending expert id."""
+"""Torch's form of experts: one linear per expert on its own rows; outputs combined in ascending expert id."""
 
 from collections.abc import Sequence
 
@@ -16,33 +16,22 @@ LEAST = 8
 
 
 def grouped_linear(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Rows of expert e times the weight of expert e.
-
-    Args:
-        x: [sum(rows), K], sorted by expert.
-        weights: [N, K] each, one per local expert.
-        rows: how many rows each expert has.
-
-    Returns:
-        [sum(rows), N]. An expert without rows takes part with a product of no rows, so that it gets a zero gradient.
-    """
+    """See ``dispatch.grouped_linear``; an expert without rows takes part with a product of no rows."""
     return torch.cat([linear(part, w) for part, w in zip(x.split(list(rows)), weights, strict=True)])
 
 
-def mlp(x: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, gated: bool = True) -> Tensor:
-    """Experts without gradients: each row through one expert, the bits of ``grouped_linear``.
+def mlp(x: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, gated: bool) -> Tensor:
+    """See ``dispatch.mlp``."""
+    mine, order = torch.sort(experts.flatten(), stable=True)  # pairs of token and slot, by expert, then token
+    elsewhere = int((mine < 0).sum())
+    mine, order = mine[elsewhere:], order[elsewhere:]
+    outputs = x.new_zeros(experts.numel(), x.shape[1])
+    outputs.index_copy_(0, order, _sorted(x.index_select(0, order // experts.shape[1]), mine, w13, w2, gated))
+    return outputs.view(*experts.shape, x.shape[1])
 
-    Args:
-        x: [n, H], sorted by expert.
-        experts: int64 [n], the expert of each row.
-        w13: [E, 2 I, H], gate above up, or [E, I, H] if not gated; w2: [E, H, I].
-        gated: SwiGLU, or else a squared ReLU between the two.
 
-    Returns:
-        [n, H].
-
-    Few rows go through one product over all experts, each padded to the same number of rows.
-    """
+def _sorted(x: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, gated: bool) -> Tensor:
+    """Rows sorted by expert; few of them go through one product over all experts, padded to the same number of rows."""
     activation = silu_and_mul if gated else squared_relu
     rows = torch.bincount(experts, minlength=len(w13))
     most = tiles.round_up(max(int(rows.max()), 1), LEAST)
@@ -57,15 +46,7 @@ def mlp(x: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, gated: bool = True)
 
 
 def combine(outputs: Tensor, probabilities: Tensor) -> Tensor:
-    """sum_k p_k y_k, added in ascending expert id, in fp32, rounded once.
-
-    Args:
-        outputs: [tokens, k, H], slots in ascending expert id.
-        probabilities: fp32 [tokens, k].
-
-    Returns:
-        [tokens, H], dtype of ``outputs``.
-    """
+    """See ``dispatch.combine``."""
     weighted = outputs.float() * probabilities[..., None]
     total = weighted[:, 0]
     for slot in range(1, weighted.shape[1]):

@@ -1,5 +1,5 @@
-"""Log-probability of given tokens and entropy, without a [tokens, vocabulary] tensor."""
+"""Log-probabilities over the vocabulary."""
 
-from megatron_rlzero.kernels.log_prob.reference import log_prob, log_softmax
+from megatron_rlzero.kernels.log_prob.dispatch import log_prob, log_softmax
 
 __all__ = ["log_prob", "log_softmax"]

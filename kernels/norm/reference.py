@@ -1,61 +1,58 @@
-"""RMSNorm in fp32 with one rounding at the end, and a weight gradient that does not depend on who holds which rows."""
+"""Torch's form of the norms: a division and a root, which every library rounds correctly, on whole row tiles."""
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.reduction import gather, tree
+from megatron_rlzero.kernels.activation import silu
+from megatron_rlzero.kernels.reduction import tree
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, rows: ProcessGroup | None = None, heads: ProcessGroup | None = None
-) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019).
+def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """z / sqrt(mean(z^2) + eps) * weight with z = x, or x silu(gate).
 
     Args:
-        x: [tokens, ..., H]. Dimensions between the first and the last are heads that share the weight.
-        weight: [H].
-        rows: ranks over which the tokens are split (sequence parallelism), a multiple of tiles.ROWS on each.
-        heads: ranks over which the heads are split (tensor parallelism).
+        x, gate: [tokens, groups, H].
+        weight: [H], or [groups * H].
 
     Returns:
-        Like ``x``; everything before the last rounding is fp32.
-
-    The gradient of ``weight`` is the whole one on every rank: the tokens' contributions are added in chunks of
-    tiles.ROWS, the chunks by a tree, then the heads by a tree.
+        Like ``x``, and fp32 [tokens, groups, 1], the factor on z.
     """
-    return _RMSNorm.apply(x, weight, eps, rows, heads)
+    z = x.float() if gate is None else silu(gate.float()) * x.float()
+    scale = row_total(z.square()).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
+    return (z * scale).mul_(_by_group(weight, x)).to(x.dtype), scale
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps, rows, heads):
-        ctx.groups = (rows, heads)
-        scale = mean_scale(x, eps)
-        ctx.save_for_backward(x, weight, scale)
-        return (x.float() * scale).mul_(weight.float()).to(x.dtype)
+def gradients(
+    x: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of ``norm``.
 
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, scale = ctx.saved_tensors
-        rows, heads = ctx.groups
-        grad, normed = grad.float(), x.float() * scale
-        weighted = grad * weight.float()
-        inner = row_total(weighted * normed) / x.shape[-1]
-        grad_x = (scale * (weighted - normed * inner)).to(x.dtype)
-        parts = tiles.pad_rows((grad * normed).reshape(x.shape[0], -1, x.shape[-1]))
-        chunks = gather(tree(parts.unflatten(0, (-1, tiles.ROWS)), dim=1), rows)
-        per_head = gather(tree(chunks), heads)
-        return grad_x, tree(per_head).to(weight.dtype), None, None, None
-
-
-def mean_scale(x: Tensor, eps: float) -> Tensor:
-    """fp32 [..., 1]: 1 / sqrt(mean(x^2) + eps), from a division and a root, which every library rounds correctly."""
-    return row_total(x.float().square()).div_(x.shape[-1]).add_(eps).sqrt_().reciprocal_()
+    Returns:
+        Of x, like it; of gate, like it, or None; of weight fp32 [tokens / tiles.ROWS, groups, H], rounded up: of
+        every chunk of tokens, which are added by ``tree``.
+    """
+    grad, wide = grad.float(), x.float()
+    z = wide if gate is None else silu(gate.float()) * wide
+    normed = z * scale
+    weighted = grad * _by_group(weight, x)
+    inner = row_total(weighted * normed) / x.shape[-1]
+    grad_z = scale * (weighted - normed * inner)
+    chunks = tree(tiles.pad_rows(grad * normed).unflatten(0, (-1, tiles.ROWS)), dim=1)
+    if gate is None:
+        return grad_z.to(x.dtype), None, chunks
+    # exp overflows for a gate below -88: the sigmoid is then 0 and so are both gradients.
+    wide_gate = gate.float()
+    sigmoid = 1 / (1 + (-wide_gate).exp())
+    grad_x = (grad_z * wide_gate * sigmoid).to(x.dtype)
+    grad_gate = (grad_z * wide * sigmoid * (1 + wide_gate * (1 - sigmoid))).to(gate.dtype)
+    return grad_x, grad_gate, chunks
 
 
 def row_total(x: Tensor) -> Tensor:
     """Sum over the last dimension, kept, on whole row tiles."""
     rows = x.reshape(-1, x.shape[-1])
     return tiles.pad_rows(rows).sum(-1)[: rows.shape[0]].view(*x.shape[:-1], 1)
+
+
+def _by_group(weight: Tensor, x: Tensor) -> Tensor:
+    return weight.float().view(-1, x.shape[-1])

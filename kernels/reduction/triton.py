@@ -20,7 +20,7 @@ def neighbours(x, LEVELS: tl.constexpr):
     return tl.reshape(x, (x.shape[1],))
 
 
-@triton.jit(do_not_specialize=["n", "m"])
+@triton.jit(do_not_specialize=["n"])
 def _tree(x, out, n, m, x_row, out_row, LEVELS: tl.constexpr, COLUMNS: tl.constexpr):
     rows = tl.program_id(1) * (1 << LEVELS) + tl.arange(0, 1 << LEVELS)
     columns = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,4 +1,4 @@
-"""Rotary position embedding; the table is computed in float64 and cast once."""
+"""Rotary position embedding in torch; the table, which every form takes, is computed in float64 and cast once."""
 
 from math import pi
 
@@ -38,16 +38,7 @@ def llama3_frequencies(frequency: Tensor, factor: float, low: float, high: float
 
 
 def apply_rotary(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """Rotates the halves of every head (the layout of Hugging Face checkpoints, not the interleaved one).
-
-    Args:
-        x: [tokens, heads, dim].
-        table: what ``rotary_table`` returns.
-        positions: int64 [tokens], position of each token in its own document.
-
-    Returns:
-        Like ``x``; computed in fp32 and rounded once.
-    """
+    """See ``dispatch.apply_rotary``."""
     cos, sin = table[positions].unsqueeze(1).unbind(2)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

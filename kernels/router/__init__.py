@@ -1,5 +1,6 @@
-"""Top-k routing in fp32."""
+"""The router: fp32 gate, top-k choice with the lowest expert id on ties."""
 
-from megatron_rlzero.kernels.router.reference import gate, top_k
+from megatron_rlzero.kernels.router.dispatch import top_k
+from megatron_rlzero.kernels.router.gate import gate
 
 __all__ = ["gate", "top_k"]

@@ -1,84 +1,39 @@
-"""Top-k routing: fp32 gate and scores, the lowest expert id on ties."""
+"""Torch's form of top-k routing: fp32 scores, the lowest expert id on ties."""
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from megatron_rlzero.kernels.linear import linear
-from megatron_rlzero.kernels.reduction import gather
 
 #: Added to the sum of the chosen scores before the division; sigmoids may all be zero.
 LEAST_TOTAL = 1e-20
 
 
-def gate(x: Tensor, weight: Tensor, rows: ProcessGroup | None = None) -> Tensor:
-    """fp32 router logits [tokens, E] of x [tokens, H] and weight [E, H], whatever dtype those have.
-
-    Args:
-        rows: ranks over which the tokens are split. The gradient of ``weight`` is the whole one on every rank.
-    """
-    return _Gate.apply(x, weight, rows)
+def scores(logits: Tensor, sigmoid: bool) -> Tensor:
+    """fp32 [tokens, E]; sigmoids from exp, since the library's own depend on the shape."""
+    return 1 / (1 + (-logits).exp()) if sigmoid else torch.softmax(logits, dim=-1)
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, rows):
-        ctx.save_for_backward(x, weight)
-        ctx.rows = rows
-        return linear(x.float(), weight.float())
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad_x = linear(grad, weight.float().T).to(x.dtype)
-        grad_weight = gather(grad, ctx.rows).T @ gather(x, ctx.rows).float()
-        return grad_x, grad_weight.to(weight.dtype), None
-
-
-def top_k(
-    logits: Tensor,
-    k: int,
-    renormalise: bool,
-    scaling: float = 1.0,
-    sigmoid: bool = False,
-    bias: Tensor | None = None,
-    groups: int = 1,
-    group_top_k: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """Scores of all experts, the ``k`` largest of each token, renormalised to sum to 1 if asked.
-
-    Args:
-        logits: fp32 [tokens, E].
-        scaling: factor on the chosen scores.
-        sigmoid: scores are 1 / (1 + exp(-logit)) (DeepSeek-V3, 2024), or else the softmax over all experts.
-        bias: fp32 [E] or None, added to the scores for the choice alone; it has no gradient.
-        groups: experts form this many groups of neighbours. The score of a group is the sum of its two best experts'
-            scores for the choice, and only experts of the ``group_top_k`` best groups are chosen.
-
-    Returns:
-        probabilities fp32 [tokens, k] and expert ids int64 [tokens, k], both in ascending expert id.
-
-    Raises:
-        ValueError: the groups do not divide the experts, or those that are kept hold fewer than ``k``.
-
-    Of equal scores the lower expert or group id is taken, whatever the library's sort does by default.
-    """
-    scores = _Sigmoid.apply(logits) if sigmoid else torch.softmax(logits, dim=-1)
-    choice = scores.detach() if bias is None else scores.detach() + bias.detach()
-    if groups > 1:
-        choice = _best_groups(choice, k, groups, group_top_k)
+def choose(choice: Tensor, scores: Tensor, k: int, renormalise: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    """The experts of the ``k`` largest of ``choice`` [tokens, E], in ascending id, and their probabilities."""
     experts = _largest(choice, k).sort(dim=-1).values
     probabilities = scores.gather(1, experts)
     if renormalise:
-        total = probabilities[:, 0]
-        for slot in range(1, k):
-            total = total + probabilities[:, slot]
-        probabilities = probabilities / (total + LEAST_TOTAL)[:, None]
+        probabilities = probabilities / _total(probabilities)
     return probabilities * scaling, experts
 
 
-def _best_groups(choice: Tensor, k: int, groups: int, group_top_k: int) -> Tensor:
-    """``choice`` with -inf in all but the ``group_top_k`` best groups of each token."""
+def gradient(scores: Tensor, experts: Tensor, grad: Tensor, renormalise: bool, scaling: float, sigmoid: bool) -> Tensor:
+    """The gradient of the logits, fp32 [tokens, E], for ``grad`` [tokens, k] of the probabilities."""
+    chosen, grad = scores.gather(1, experts), grad * scaling
+    if renormalise:
+        total = _total(chosen)
+        grad = (grad - _added(grad * chosen) / total) / total
+    inner = _added(grad * chosen)
+    grad = torch.zeros_like(scores).scatter_(1, experts, grad)
+    return grad * scores * (1 - scores) if sigmoid else scores * (grad - inner)
+
+
+def best_groups(choice: Tensor, k: int, groups: int, group_top_k: int) -> Tensor:
+    """``choice`` with -inf in all but the ``group_top_k`` best groups of each token; exact, so of every form."""
     tokens, count = choice.shape
     if count % groups or count // groups < 2 or not 0 < group_top_k <= groups or count // groups * group_top_k < k:
         raise ValueError(
@@ -97,16 +52,13 @@ def _largest(x: Tensor, k: int) -> Tensor:
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-class _Sigmoid(torch.autograd.Function):
-    """From exp, since the library's own depends on the shape; exp overflows below -88, where both results are 0."""
+def _total(chosen: Tensor) -> Tensor:
+    return _added(chosen) + LEAST_TOTAL
 
-    @staticmethod
-    def forward(ctx, x):
-        scores = 1 / (1 + (-x).exp())
-        ctx.save_for_backward(scores)
-        return scores
 
-    @staticmethod
-    def backward(ctx, grad):
-        (scores,) = ctx.saved_tensors
-        return grad * scores * (1 - scores)
+def _added(x: Tensor) -> Tensor:
+    """[tokens, k] -> [tokens, 1], from the first slot on."""
+    total = x[:, :1]
+    for slot in range(1, x.shape[1]):
+        total = total + x[:, slot : slot + 1]
+    return total

@@ -219,17 +219,10 @@ def routed(
     Returns:
         [tokens, hidden], on every worker.
     """
-    mine = experts.flatten()
-    if expert_map is not None:
-        mine = expert_map[mine].long()
-    mine, order = torch.sort(mine, stable=True)  # pairs of token and slot, by expert, then token
-    if expert_map is not None:
-        mine, order = mine[mine >= 0], order[mine >= 0]
-    outputs = x.new_zeros(experts.numel(), x.shape[1])
-    outputs.index_copy_(0, order, mlp(x.index_select(0, order // experts.shape[1]), mine, w13, w2, gated))
+    outputs = mlp(x, experts if expert_map is None else expert_map[experts].long(), w13, w2, gated)
     if expert_map is not None:
         outputs = tensor_model_parallel_all_reduce(outputs)  # exact: one rank has each row, the others zeros
-    return combine(outputs.view(*experts.shape, -1), probabilities)
+    return combine(outputs, probabilities)
 
 
 class _EmbeddingMethod(UnquantizedEmbeddingMethod):

@@ -47,6 +47,7 @@ def test_rows_do_not_depend_on_the_batch(dtype, width):
     assert dependent_rows(silu_and_mul, (torch.randn(50, 2 * width) * 3).to(dtype)) == []
 
 
+@pytest.mark.cpu
 def test_the_library_alone_depends_on_the_batch():
     assert dependent_rows(F.silu, torch.randn(50, 125) * 3)
 

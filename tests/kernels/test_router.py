@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels.router import gate, top_k
-from tests.kernels.checks import DTYPES, FP32, dependent_rows, error, errors, tolerance
+from tests.kernels.checks import DTYPES, FP32, INTERPRETED, dependent_rows, error, errors, tolerance
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -19,6 +19,7 @@ def test_gate_is_fp32(dtype):
     assert error(rounded, x.double() @ weight.double().T) > tolerance(FP32)
 
 
+@pytest.mark.cpu
 def test_a_bf16_gate_would_choose_other_experts():
     x, weight = torch.randn(500, 96).bfloat16(), torch.randn(64, 96).bfloat16()
     chosen = top_k(gate(x, weight), 8, True)[1]
@@ -95,6 +96,7 @@ def test_gate_rows_do_not_depend_on_the_batch(dtype, hidden):
     assert dependent_rows(lambda x: gate(x, weight), torch.randn(50, hidden).to(dtype)) == []
 
 
+@pytest.mark.cpu
 def test_scores_of_the_whole_batch_are_noticed():
     """A softmax shifted by the largest logit of the batch, and not of the row, is the same but for its bits."""
     shifted = lambda x: (x - x.nan_to_num().max()).softmax(-1)  # noqa: E731
@@ -161,7 +163,7 @@ def test_rows_of_sigmoid_scores_do_not_depend_on_the_batch(count):
     bias = torch.randn(count)
     f = lambda x: torch.cat(top_k(x, 4, True, 1.0, True, bias, 4, 2), 1)  # noqa: E731
     assert dependent_rows(f, torch.randn(50, count)) == []
-    assert dependent_rows(torch.sigmoid, torch.randn(50, 125))
+    assert INTERPRETED or dependent_rows(torch.sigmoid, torch.randn(50, 125))
 
 
 @pytest.mark.parametrize(("k", "groups", "kept"), [(2, 3, 1), (2, 8, 4), (5, 2, 1), (2, 2, 3), (2, 2, 0)])
