@@ -40,8 +40,12 @@ class Stack:
     """Arms in one directory: their base model, prompts, difficulties and runs."""
 
     def __init__(self, out: Path, settings: dict[str, Any]) -> None:
-        """``settings``: the configuration of all arms but for paths; see config.py."""
-        self.out = out
+        """``settings``: the configuration of all arms but for paths; see config.py.
+
+        Paths within the project are written relative to it, where the commands run: another clone can go on.
+        """
+        out = out.absolute()
+        out = self.out = out.relative_to(ROOT) if out.is_relative_to(ROOT) else out
         self.config, self.schedule = out / "config.yaml", out / "difficulties.json"
         digits.write(out / "held_out.jsonl", digits.HELD_OUT, digits.LONGEST, "held-out")
         paths = {
