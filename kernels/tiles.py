@@ -80,8 +80,9 @@ class Gpu:
         tree: n columns of which m rows are added at a time, a power of two.
         router: m tokens.
         vocabulary: m rows of logits, of which blocks of VOCABULARY ids are taken in turn.
-        attention: m rows of queries (of the heads that share keys), n keys at a time; backward too, see its file.
-        attention_fp32: for both, where products have no tensor cores and keep their operands in registers; the same m.
+        attention: m rows of queries (of the heads that share keys), n keys at a time; gradients of queries have its m.
+        attention_backward: n keys; for their gradients m rows at a time.
+        attention_fp32: of all that, in fp32, whose products keep their operands in registers; the m of ``attention``.
         scan: m channels of a head's state and n of its columns at a time; chunks have CHUNK tokens.
         conv: m tokens, n channels.
     """
@@ -110,15 +111,25 @@ _AMPERE = Gpu(
     tree=Tile(m=64, n=64, warps=4),
     router=Tile(m=4, warps=4),
     vocabulary=Tile(m=4, warps=4),
-    attention=Tile(m=64, n=64, split=1024, warps=4, stages=2),
-    attention_fp32=Tile(m=64, n=16, split=1024, warps=16),
-    attention_backward=Tile(m=64, n=64, warps=4, stages=2),
-    scan=Tile(m=32, n=32, warps=4),
+    attention=Tile(m=64, n=32, split=1024, warps=4, stages=2),
+    attention_fp32=Tile(m=64, n=16, split=1024, warps=16, stages=2),
+    attention_backward=Tile(m=32, n=64, warps=4, stages=2),
+    scan=Tile(m=32, n=32, warps=8),
     conv=Tile(m=32, n=64, warps=4),
 )
 #: compute capability -> tiles
-GPUS = {80: _AMPERE, 90: replace(_AMPERE, product=Tile(m=128, n=128, k=64, warps=8, stages=3))}
-GPUS[100] = replace(GPUS[90], product=Tile(m=128, n=64, k=64, warps=8, stages=3))
+GPUS = {80: _AMPERE}
+GPUS[90] = replace(
+    _AMPERE,
+    product=Tile(m=128, n=128, k=64, warps=8, stages=3),
+    attention=Tile(m=64, n=64, split=1024, warps=4, stages=2),
+    attention_backward=Tile(m=64, n=64, warps=4, stages=2),
+)
+GPUS[100] = replace(
+    GPUS[90],
+    product=Tile(m=128, n=64, k=64, warps=8, stages=3),
+    attention=Tile(m=64, n=32, split=1024, warps=4, stages=3),
+)
 
 
 #: of the interpreter, whose time is that of the elements in a tile

@@ -1,11 +1,18 @@
 """Attention as learner and engine call it, in the form that kernels/backend.py chose."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_rlzero.kernels import backend
 from megatron_rlzero.kernels.attention import native, paged, reference
+
+if TYPE_CHECKING:
+    from megatron_rlzero.kernels.attention import triton
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
@@ -19,7 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float)
     Returns:
         [tokens, heads, dim], dtype of ``q``; scores, softmax and sums are fp32.
 
-    The backward pass computes the weights again, in torch under both backends; memory is linear in a document's length.
+    The backward pass computes the weights again, in Triton or in torch; memory is linear in a document's length.
     """
     if sum(lengths) != q.shape[0]:
         raise ValueError(f"documents of {sum(lengths)} tokens in all for {q.shape[0]} query rows")
@@ -29,15 +36,25 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float)
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, lengths, scale):
-        ctx.save_for_backward(q, k, v)
         ctx.settings = (lengths, scale)
+        if backend.triton(q):
+            from megatron_rlzero.kernels.attention import triton
+
+            out, sums = triton.attention(q, k, v, lengths, scale)
+            ctx.save_for_backward(q, k, v, out, sums)
+            return out
+        ctx.save_for_backward(q, k, v)
         form = native if backend.native(q) else reference
         return form.attention(q, k, v, lengths, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return *reference.gradients(*ctx.saved_tensors, *ctx.settings, grad), None, None
+        if backend.triton(grad):
+            from megatron_rlzero.kernels.attention.triton_backward import gradients
+        else:
+            from megatron_rlzero.kernels.attention.reference import gradients
+        return *gradients(*ctx.saved_tensors, *ctx.settings, grad), None, None
 
 
 def plan(
@@ -48,7 +65,7 @@ def plan(
     heads: int,
     kv_heads: int,
     dim: int,
-) -> native.Plan | paged.Plan:
+) -> native.Plan | paged.Plan | triton.Plan:
     """Where the new tokens' keys and values go, and which rows meet which pages.
 
     Args:
@@ -57,13 +74,17 @@ def plan(
         query_lengths: new tokens of each sequence, in the order of the batch.
         lengths: tokens of each sequence, the new ones included.
     """
+    if backend.triton(block_table):
+        from megatron_rlzero.kernels.attention import triton
+
+        return triton.plan(block_table, slots, query_lengths, lengths, heads // kv_heads)
     if backend.native(block_table):
         return native.plan(block_table, slots, query_lengths, lengths)
     return paged.plan(block_table, slots, query_lengths, lengths, heads, kv_heads, dim)
 
 
 def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: native.Plan | paged.Plan, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: native.Plan | paged.Plan | triton.Plan, scale: float
 ) -> Tensor:
     """Stores the new tokens' keys and values, then attends from each new token to its sequence up to itself.
 
@@ -75,5 +96,8 @@ def paged_attention(
     Returns:
         [tokens, heads, dim], dtype of ``q``. What lies in the cache beyond a sequence's end has no influence.
     """
-    form = native if isinstance(plan, native.Plan) else paged
-    return form.paged_attention(q, k, v, cache, plan, scale)
+    if backend.triton(q):
+        from megatron_rlzero.kernels.attention.triton import paged_attention as form
+    else:
+        form = (native if isinstance(plan, native.Plan) else paged).paged_attention
+    return form(q, k, v, cache, plan, scale)

@@ -1,50 +1,37 @@
-"""Causal depthwise convolution with silu, as multiply-adds in one order, so that a token has one value everywhere."""
+"""Torch's form of the convolution: multiply-adds of whole tensors, in one order for a token of any document."""
 
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_rlzero.kernels.activation import silu
 from megatron_rlzero.kernels.reduction import row_sum
 
 
-def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lengths: list[int], initial: Tensor | None = None
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: list[int], initial: Tensor | None) -> Tensor:
+    """See ``dispatch.causal_conv1d``."""
+    inputs, rows = _with_past(x, lengths, initial, weight.shape[1])
+    return _rows(silu(_convolve(inputs, weight, bias)), rows).to(x.dtype)
+
+
+def causal_conv1d_cached(
+    x: Tensor, weight: Tensor, bias: Tensor | None, bounds: Tensor, positions: Tensor, state: Tensor, slots: Tensor
 ) -> Tensor:
-    """y_t = silu(b + sum_k w_k x_{t - width + 1 + k}), the convolution of Gu and Dao, Mamba, 2023.
-
-    Args:
-        x: [tokens, channels], documents one after the other.
-        weight: [channels, width].
-        bias: [channels] or None.
-        lengths: tokens of each document, in order; they sum to ``tokens``.
-        initial: [documents, width - 1, channels], the inputs before each document, dtype of ``x``; None for zeros.
-
-    Returns:
-        Like ``x``. Bias and terms are added in fp32 from k = 0 on, each sum and product rounded; rounded once to the
-        dtype of ``x``.
-
-    Raises:
-        ValueError: lengths or initial do not fit ``x``.
-
-    A document in any number of calls, each with the ``conv_state`` of the one before, gives the bits of one call.
-    """
-    _check(x, lengths, initial, weight.shape[1])
-    return _CausalConv1d.apply(x, weight, bias, lengths, initial)
+    """See ``dispatch.causal_conv1d_cached``."""
+    active = bounds.diff() > 0
+    lengths, slots = bounds.diff()[active].tolist(), slots[active]
+    past = torch.where((positions[active] > 0)[:, None, None], state[slots], 0)
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if lengths:
+        new = x[: sum(lengths)]
+        state[slots] = conv_state(new, lengths, past)
+        out[: len(new)] = causal_conv1d(new, weight, bias, lengths, past)
+    return out
 
 
 def conv_state(x: Tensor, lengths: list[int], initial: Tensor) -> Tensor:
-    """The last inputs of each document, those before it included: ``initial`` for what follows.
-
-    Args:
-        x, lengths, initial: as in ``causal_conv1d``; initial is given.
-
-    Returns:
-        [documents, width - 1, channels], like ``initial``.
-    """
-    _check(x, lengths, initial, initial.shape[1] + 1)
+    """See ``dispatch.conv_state``."""
     documents, past, channels = initial.shape
     if len(set(lengths)) == 1:
         return torch.cat((initial, x.view(documents, lengths[0], channels)), dim=1)[:, lengths[0] :]
@@ -56,47 +43,31 @@ def conv_state(x: Tensor, lengths: list[int], initial: Tensor) -> Tensor:
     return torch.cat((initial.flatten(0, 1), x))[source]
 
 
-def _check(x: Tensor, lengths: list[int], initial: Tensor | None, width: int) -> None:
-    if sum(lengths) != len(x):
-        raise ValueError(f"documents of {sum(lengths)} tokens in all for {len(x)} rows of x")
-    wanted = (len(lengths), width - 1, x.shape[1])
-    if initial is not None and (tuple(initial.shape) != wanted or initial.dtype != x.dtype):
-        raise ValueError(f"initial {tuple(initial.shape)} {initial.dtype}; expected is {wanted} {x.dtype}")
-
-
-class _CausalConv1d(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, lengths, initial):
-        ctx.save_for_backward(x, weight, bias, initial)
-        ctx.lengths = lengths
-        inputs, rows = _with_past(x, lengths, initial, weight.shape[1])
-        return _rows(silu(_convolve(inputs, weight, bias)), rows).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight, bias, initial = ctx.saved_tensors
-        width = weight.shape[1]
-        inputs, rows = _with_past(x, ctx.lengths, initial, width)
-        summed = _rows(_convolve(inputs, weight, bias), rows)
-        sigmoid = 1 / (1 + (-summed).exp())  # exp overflows below -88, where the derivative is 0
-        grad = grad.float() * sigmoid * (1 + summed * (1 - sigmoid))
-        n = inputs.shape[1] - width + 1
-        taps = [_rows(inputs[:, k : k + n], rows) for k in range(width)]
-        grad_weight = torch.stack([row_sum(grad * tap) for tap in taps], dim=1).to(weight.dtype)
-        grad_bias = None if bias is None else row_sum(grad).to(bias.dtype)
-        spread = grad.new_zeros(inputs.shape[0] * n, x.shape[1])
-        spread = spread.index_copy_(0, rows, grad) if rows is not None else grad
-        spread, grad_inputs = spread.view(inputs.shape[0], n, -1), torch.zeros_like(inputs)
-        for k, w in enumerate(weight.float().unbind(1)):
-            grad_inputs[:, k : k + n] += spread * w
-        grad_x = _rows(grad_inputs[:, width - 1 :], rows).to(x.dtype)
-        grad_initial = None
-        if initial is not None:
-            starts = [start + i * (width - 1) for i, start in enumerate(accumulate([0, *ctx.lengths[:-1]]))]
-            first = torch.tensor(starts, device=x.device)[:, None] + torch.arange(width - 1, device=x.device)
-            grad_initial = grad_inputs.flatten(0, 1)[first].to(initial.dtype)
-        return grad_x, grad_weight, grad_bias, None, grad_initial
+def gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, lengths: list[int], initial: Tensor | None, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, weight, bias and initial, in their dtypes, from ``grad``, like x."""
+    width = weight.shape[1]
+    inputs, rows = _with_past(x, lengths, initial, width)
+    summed = _rows(_convolve(inputs, weight, bias), rows)
+    sigmoid = 1 / (1 + (-summed).exp())  # exp overflows below -88, where the derivative is 0
+    grad = grad.float() * sigmoid * (1 + summed * (1 - sigmoid))
+    n = inputs.shape[1] - width + 1
+    taps = [_rows(inputs[:, k : k + n], rows) for k in range(width)]
+    grad_weight = torch.stack([row_sum(grad * tap) for tap in taps], dim=1).to(weight.dtype)
+    grad_bias = None if bias is None else row_sum(grad).to(bias.dtype)
+    spread = grad.new_zeros(inputs.shape[0] * n, x.shape[1])
+    spread = spread.index_copy_(0, rows, grad) if rows is not None else grad
+    spread, grad_inputs = spread.view(inputs.shape[0], n, -1), torch.zeros_like(inputs)
+    for k, w in enumerate(weight.float().unbind(1)):
+        grad_inputs[:, k : k + n] += spread * w
+    grad_x = _rows(grad_inputs[:, width - 1 :], rows).to(x.dtype)
+    grad_initial = None
+    if initial is not None:
+        starts = [start + i * (width - 1) for i, start in enumerate(accumulate([0, *lengths[:-1]]))]
+        first = torch.tensor(starts, device=x.device)[:, None] + torch.arange(width - 1, device=x.device)
+        grad_initial = grad_inputs.flatten(0, 1)[first].to(initial.dtype)
+    return grad_x, grad_weight, grad_bias, grad_initial
 
 
 def _with_past(x: Tensor, lengths: list[int], initial: Tensor | None, width: int) -> tuple[Tensor, Tensor | None]:

@@ -34,6 +34,26 @@ class Cache(NamedTuple):
     slots: Tensor
 
 
+@lru_cache(maxsize=8)
+def blocks(H: int, P: int, G: int, N: int, dtype: torch.dtype) -> list[tuple]:
+    """Shape, strides and dtype of a block of each tensor of a cache."""
+    c, fp32 = tiles.CHUNK, torch.float32
+    shapes = (((H, P, N), fp32), ((c, H, P), dtype), ((c, H), fp32), ((c, G, N), dtype))
+    return [(shape, torch.empty(shape, device="meta").stride(), kind) for shape, kind in shapes]
+
+
+def check(cache: Cache, x: Tensor, B: Tensor) -> None:
+    """What kernels that address a cache by block and row rely on."""
+    expected = blocks(*x.shape[1:], *B.shape[1:], x.dtype)
+    for name, t, (shape, strides, dtype) in zip(("state", "x", "dt", "B"), cache[:4], expected, strict=True):
+        spread = t.stride()[1:] != strides and not t[0].is_contiguous()
+        if t.shape[1:] != shape or spread or t.dtype != dtype or t.device != x.device:
+            raise ValueError(
+                f"{name} of the cache is {t.dtype} {tuple(t.shape)} with strides {t.stride()} on {t.device}; expected "
+                f"is {dtype} [blocks, {', '.join(map(str, shape))}] on {x.device}, every block contiguous"
+            )
+
+
 def scan_cached(
     inputs: Sequence[Tensor], lengths: list[int], starts: list[int], cache: Cache, limit: tuple[float, float]
 ) -> Tensor:

@@ -25,9 +25,9 @@ FAINTEST = log(tiles.FAINT) - 1
 
 
 def check(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, lengths: list[int]
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, lengths: list[int] | None
 ) -> None:
-    """Shapes and dtypes that the operators rely on."""
+    """Shapes and dtypes that the operators rely on; ``lengths`` only where the host knows them."""
     tokens, heads, P = x.shape
     groups, N = B.shape[1:]
     if dt.shape != (tokens, heads) or not A.shape == D.shape == dt_bias.shape == (heads,):
@@ -48,7 +48,7 @@ def check(
             f"A {A.dtype}, D {D.dtype}, dt_bias {dt_bias.dtype}; expected is fp32, to which callers cast what a model "
             "keeps in another dtype"
         )
-    if sum(lengths) != tokens or min(lengths, default=0) < 1:
+    if lengths is not None and (sum(lengths) != tokens or min(lengths, default=0) < 1):
         raise ValueError(f"lengths {lengths} for {tokens} rows of x; expected are positive ones that sum to the rows")
 
 

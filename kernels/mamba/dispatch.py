@@ -1,5 +1,9 @@
 """The scan as learner and engine call it, in the form that kernels/backend.py chose."""
 
+from collections.abc import Callable
+from itertools import accumulate
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -55,11 +59,10 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dt, A, B, C, D, dt_bias, initial, lengths, dt_limit):
         inputs = (x, dt, A, B, C, D, dt_bias)
-        form = native if backend.native(x) else reference
+        form, ctx.gradients = _forms(x)
         y, saved = form.scan(inputs, lengths, dt_limit, initial, any(ctx.needs_input_grad))
         ctx.save_for_backward(*inputs, initial, *saved)
         ctx.settings = (lengths, dt_limit)
-        ctx.gradients = native.gradients if form is native else gradients.gradients
         return y
 
     @staticmethod
@@ -107,6 +110,62 @@ def scan_cached(
     chunk.check(x, dt, A, B, C, D, dt_bias, lengths)
     if not len(lengths) == len(starts) == len(cache.slots):
         raise ValueError(f"{len(lengths)} lengths, {len(starts)} starts and {len(cache.slots)} slots")
-    form = native if backend.native(x) else cached
+    inputs = (x, dt, A, B, C, D, dt_bias)
     with torch.no_grad():
-        return form.scan_cached((x, dt, A, B, C, D, dt_bias), lengths, starts, cache, dt_limit)
+        if backend.triton(x):
+            bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=x.device)
+            positions = torch.tensor(starts, dtype=torch.int32, device=x.device)
+            return _forms(x)[0].scan_cached(inputs, bounds, positions, cache, dt_limit)
+        form = native if backend.native(x) else cached
+        return form.scan_cached(inputs, lengths, starts, cache, dt_limit)
+
+
+def scan_cached_at(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    bounds: Tensor,
+    positions: Tensor,
+    cache: Cache,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+) -> Tensor:
+    """``scan_cached`` with counts that lie where x does; a sequence may have no new tokens.
+
+    Args:
+        x, dt, A, B, C, D, dt_bias, cache, dt_limit: as in ``scan_cached``.
+        bounds: int32 [sequences + 1], where each sequence's new tokens begin, and at last where they end.
+        positions: int32 [sequences], of each sequence's first new token.
+
+    Returns:
+        As ``scan_cached``; zeros for rows beyond the last sequence.
+
+    A sequence without new tokens leaves its block as it is, whatever its slot and position. On a GPU nothing is read
+    back, and launches depend on shapes alone.
+    """
+    chunk.check(x, dt, A, B, C, D, dt_bias, None)
+    if not len(bounds) - 1 == len(positions) == len(cache.slots):
+        raise ValueError(f"{len(bounds)} bounds, {len(positions)} positions and {len(cache.slots)} slots")
+    if backend.triton(x):
+        with torch.no_grad():
+            return _forms(x)[0].scan_cached((x, dt, A, B, C, D, dt_bias), bounds, positions, cache, dt_limit)
+    lengths = bounds.diff()
+    active, count = lengths > 0, int(bounds[-1])
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if count:
+        x, dt, B, C = (t[:count] for t in (x, dt, B, C))
+        cache, lengths, starts = cache._replace(slots=cache.slots[active]), lengths[active], positions[active]
+        out[:count] = scan_cached(x, dt, A, B, C, D, dt_bias, lengths.tolist(), starts.tolist(), cache, dt_limit)
+    return out
+
+
+def _forms(x: Tensor) -> tuple[ModuleType, Callable[..., tuple[Tensor | None, ...]]]:
+    """What has ``scan`` and ``scan_cached``, and ``gradients``."""
+    if backend.triton(x):
+        from megatron_rlzero.kernels.mamba import triton, triton_backward
+
+        return triton, triton_backward.gradients
+    return (native, native.gradients) if backend.native(x) else (reference, gradients.gradients)

@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.compiler import compiled
-from megatron_rlzero.kernels.mamba.cached import Cache
+from megatron_rlzero.kernels.mamba.cached import Cache, check
 
 DTYPES = (torch.float32, torch.bfloat16)
 #: Chunks from one state that is kept for the backward pass to the next, as in chunk.h.
@@ -60,28 +59,13 @@ def scan_cached(
 ) -> Tensor:
     """See ``dispatch.scan_cached``."""
     x, B = inputs[0], inputs[3]
-    expected = _blocks(*x.shape[1:], *B.shape[1:], x.dtype)
-    for name, t, (shape, strides, dtype) in zip(("state", "x", "dt", "B"), cache[:4], expected, strict=True):
-        spread = t.stride()[1:] != strides and not t[0].is_contiguous()
-        if t.shape[1:] != shape or spread or t.dtype != dtype or t.device.type != "cpu":
-            raise ValueError(
-                f"{name} of the cache is {t.dtype} {tuple(t.shape)} with strides {t.stride()} on {t.device}; expected "
-                f"is {dtype} [blocks, {', '.join(map(str, shape))}] in host memory, every block contiguous"
-            )
+    check(cache, x, B)
     slots, blocks = cache.slots.tolist(), min(map(len, cache[:4]))
     if min(slots) < 0 or max(slots) >= blocks:
         raise ValueError(f"slots {slots} of a cache of {blocks} blocks")
     out = torch.empty(x.shape, dtype=x.dtype)
     _run("scan", inputs, lengths, limit, {"positions": starts, "slots": slots}, cache, out=out, state=cache.state)
     return out
-
-
-@lru_cache(maxsize=8)
-def _blocks(H: int, P: int, G: int, N: int, dtype: torch.dtype) -> list[tuple]:
-    """Shape, strides and dtype of a block of each tensor of a cache."""
-    c, fp32 = tiles.CHUNK, torch.float32
-    shapes = (((H, P, N), fp32), ((c, H, P), dtype), ((c, H), fp32), ((c, G, N), dtype))
-    return [(shape, torch.empty(shape, device="meta").stride(), kind) for shape, kind in shapes]
 
 
 def gradients(

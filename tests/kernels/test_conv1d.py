@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_rlzero.kernels.conv1d import causal_conv1d, conv_state
-from tests.kernels.checks import BF16, DTYPES, FP32, dependent_rows, error, errors, rounded_once, tolerance
+from megatron_rlzero.kernels.conv1d import causal_conv1d, causal_conv1d_cached, conv_state
+from megatron_rlzero.kernels.segments import bounds_of
+from tests.kernels.checks import BF16, DTYPES, FP32, INTERPRETED, dependent_rows, error, errors, rounded_once, tolerance
 
 LENGTHS = [[1], [5], [2, 2, 2], [1, 7, 1, 2, 3, 40], [33, 1, 12]]
+CHANNELS = (67,) if INTERPRETED else (1, 40, 67)
 WIDTH = 4
 
 
@@ -35,7 +37,7 @@ def bind(f, lengths):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_value_and_gradients(dtype, lengths):
-    for channels in (1, 40, 67):
+    for channels in CHANNELS:
         inputs = make(lengths, channels, dtype)
         y = bind(causal_conv1d, lengths)(*inputs)
         assert y.dtype == dtype
@@ -63,7 +65,7 @@ def test_a_second_rounding_is_noticed():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_cut_into_calls_gives_the_bits_of_one(dtype):
-    lengths = [1, 40, 3, 64, 17]
+    lengths = [1, 20, 3, 34, 17] if INTERPRETED else [1, 40, 3, 64, 17]
     x, weight, bias, _ = make(lengths, 67, dtype)
     wanted, parts = causal_conv1d(x, weight, bias, lengths).split(lengths), x.split(lengths)
     for choice in ([1], [64], [0, 1, 1, 2, 5, 30]):
@@ -81,8 +83,53 @@ def test_any_cut_into_calls_gives_the_bits_of_one(dtype):
                 done[i] += new[i]
             state[active] = conv_state(mine, counts, state[active])
         assert all(torch.equal(torch.cat(rows), w) for rows, w in zip(out, wanted, strict=True)), choice
-    stale = causal_conv1d(parts[1][20:], weight, bias, [20], torch.zeros(1, WIDTH - 1, 67, dtype=dtype))
-    assert not torch.equal(stale, wanted[1][20:])
+    stale = causal_conv1d(parts[1][10:], weight, bias, [lengths[1] - 10], torch.zeros(1, WIDTH - 1, 67, dtype=dtype))
+    assert not torch.equal(stale, wanted[1][10:])
+
+
+@pytest.mark.parametrize(("dtype", "width", "biased"), [(FP32, WIDTH, True), (BF16, WIDTH, True), (BF16, 2, False)])
+def test_a_cache_gives_the_bits_of_the_packed_form_under_every_schedule(dtype, width, biased):
+    """Stale blocks hold NaN; every step has sequences without new tokens, whose slots may be any."""
+    lengths, channels, past = [1, 9, 3, 34, 6] if INTERPRETED else [1, 40, 3, 64, 17], 40, width - 1
+    x, weight, bias, _ = make(lengths, channels, dtype, width)
+    bias = bias if biased else None
+    wanted, parts = causal_conv1d(x, weight, bias, lengths), x.split(lengths)
+
+    def step(state, slots, done, new):
+        mine = torch.cat([parts[i][d : d + n] for i, (d, n) in enumerate(zip(done, new, strict=True))])
+        positions = torch.tensor([*done, 3], dtype=torch.int32)
+        slots = torch.where(torch.tensor(new) > 0, slots, 2**40)
+        slots = torch.cat((slots, torch.tensor([-1])))
+        bounds = bounds_of([*new, 0], x.device)
+        # more rows than tokens, as where a step is padded to the size of a recorded one
+        y = causal_conv1d_cached(torch.cat((mine, mine[:2])), weight, bias, bounds, positions, state, slots)
+        assert not bool(y[len(mine) :].any())
+        return y[: len(mine)].split(new)
+
+    for choice in ([34], [0, 1, 1, 2, 5, 30]) if INTERPRETED else ([1], [64], [0, 1, 1, 2, 5, 30]):
+        draw, done, out = random.Random(0), [0] * 5, [[] for _ in lengths]
+        # two blocks in a page, in which other things lie too
+        state, slots = (
+            torch.full((8, 2, width + 2, 43), torch.nan, dtype=dtype)[:, 1, 1:width, :channels],
+            torch.randperm(8)[:5],
+        )
+        while done != lengths:
+            new = [min(draw.choice(choice), n - d) for n, d in zip(lengths, done, strict=True)]
+            before = state.clone()
+            for i, y in enumerate(step(state, slots, done, new) if any(new) else ()):
+                out[i].append(y)
+                done[i] += new[i]
+            unchanged = [i for i in range(8) if i not in [s for s, n in zip(slots.tolist(), new, strict=True) if n]]
+            assert torch.equal(state[unchanged].nan_to_num(7), before[unchanged].nan_to_num(7))
+        assert torch.equal(torch.cat([row for rows in out for row in rows]), wanted), choice
+        for i, part in enumerate(parts):
+            last = torch.cat((part.new_zeros(past, channels), part))[-past:]
+            assert torch.equal(state[slots[i]], last)
+    # what a block holds counts from a sequence's second token on
+    found = [step(torch.zeros_like(state), slots, [0, position, 0, 0, 0], [0, 1, 0, 0, 0])[1] for position in (0, 5)]
+    rows = wanted.split(lengths)[1]
+    assert torch.equal(found[0], rows[:1])
+    assert not torch.equal(found[1], rows[5:6])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,7 +159,7 @@ def test_channels_and_documents_do_not_depend_on_each_other(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("channels", [1, 17, 125])
+@pytest.mark.parametrize("channels", [17] if INTERPRETED else [1, 17, 125])
 def test_steps_do_not_depend_on_the_batch(dtype, channels):
     """A row is a sequence's one new token with the inputs before it."""
     _, weight, bias, _ = make([1], channels, dtype)
@@ -140,3 +187,8 @@ def test_what_does_not_fit_is_refused():
         causal_conv1d(x, weight, bias, [5], initial[:, 1:])
     with pytest.raises(ValueError, match="initial"):
         conv_state(x, [5], initial.bfloat16())
+    counts = bounds_of([5], x.device), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="state"):
+        causal_conv1d_cached(x, weight, bias, *counts, initial.bfloat16(), torch.tensor([0]))
+    with pytest.raises(ValueError, match="2 bounds, 1 positions and 2 slots"):
+        causal_conv1d_cached(x, weight, bias, *counts, initial, torch.tensor([0, 0]))

@@ -1,19 +1,24 @@
-"""Mamba-2 scan, both forms: the recurrence in float64, and bits of a document and of a group that nothing changes."""
+"""Mamba-2 scan, every form: the recurrence in float64, and bits of a document and of a group that nothing changes."""
 
 import pytest
 import torch
 
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.mamba import buffers, layout, scan
-from tests.kernels.checks import DTYPES, FP32, error, errors, rounded_once, tolerance, with_gradients
+from tests.kernels.checks import BF16, DTYPES, FP32, INTERPRETED, error, errors, rounded_once, tolerance, with_gradients
 from tests.oracle import selective_scan
 
 pytestmark = pytest.mark.usefixtures("form")
 
 Q = tiles.CHUNK
-LENGTHS = [1, 3 * Q + 5, 1, Q - 1, Q, 3, Q + 1, 2 * Q]
+LENGTHS = [1, 2 * Q + 3, Q - 1, Q] if INTERPRETED else [1, 3 * Q + 5, 1, Q - 1, Q, 3, Q + 1, 2 * Q]
 #: heads, head dimension, groups, state size
 SIZES = [(4, 16, 1, 16), (8, 8, 8, 16), (6, 24, 2, 40), (4, 64, 2, 128)]
+#: one dtype of each size is enough for an interpreter
+CASES = [(dtype, sizes) for dtype in DTYPES for sizes in SIZES]
+if INTERPRETED:
+    SIZES = [(2, 16, 1, 16), (4, 24, 2, 40), (2, 64, 2, 128)]
+    CASES = list(zip((BF16, FP32, BF16), SIZES, strict=True))
 LIMIT = (0.02, 1.0)
 
 
@@ -45,8 +50,7 @@ def part(inputs, tokens=slice(None), documents=slice(None), half=None):
     return [x, dt, A[h], B, C, D[h], bias[h], initial[documents, h]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("dtype", "sizes"), CASES)
 def test_value_and_gradients(dtype, sizes):
     inputs = make(sum(LENGTHS), sizes, dtype, len(LENGTHS))
     y = bind(scan, LENGTHS)(*inputs)
@@ -84,8 +88,7 @@ def test_what_is_left_of_a_token_is_zero_from_a_stated_size_on(log, zero):
     assert bool(y.isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("dtype", "sizes"), CASES)
 def test_packed_documents_have_the_bits_of_each_alone(dtype, sizes):
     inputs = make(sum(LENGTHS), sizes, dtype, len(LENGTHS))
     y, *grads = with_gradients(bind(scan, LENGTHS), inputs)
@@ -103,10 +106,10 @@ def test_packed_documents_have_the_bits_of_each_alone(dtype, sizes):
         assert torch.equal(found[7], grads[7][document])
 
 
-@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]])
+@pytest.mark.parametrize("sizes", SIZES[:1] if INTERPRETED else [SIZES[0], SIZES[2]])
 def test_many_chunks(sizes):
     """More than lie between two states that are kept for the backward pass."""
-    lengths = [17 * Q + 5, 8 * Q, 8 * Q + 1, 2]
+    lengths = [3 * Q + 5, 2 * Q, 2] if INTERPRETED else [17 * Q + 5, 8 * Q, 8 * Q + 1, 2]
     inputs = make(sum(lengths), sizes, FP32, len(lengths))
     inputs[2] /= 100  # states reach from end to end
     assert max(errors(bind(scan, lengths), bind(selective_scan, lengths), inputs)) < tolerance(FP32)
@@ -122,8 +125,7 @@ def test_many_chunks(sizes):
     assert torch.equal(found[7][1:2], wanted[7])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [s for s in SIZES if s[2] > 1])
+@pytest.mark.parametrize(("dtype", "sizes"), [case for case in CASES if case[1][2] > 1])
 def test_half_of_the_groups_has_the_bits_of_all(dtype, sizes):
     inputs = make(sum(LENGTHS), sizes, dtype, len(LENGTHS))
     leaves = [t.clone().requires_grad_() for t in inputs]
@@ -140,6 +142,7 @@ def test_half_of_the_groups_has_the_bits_of_all(dtype, sizes):
             assert torch.equal(a, b)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_and_the_order_of_the_work_change_no_bit(dtype, monkeypatch):
     inputs = make(sum(LENGTHS), (8, 64, 2, 128), dtype, len(LENGTHS))
@@ -153,6 +156,17 @@ def test_threads_and_the_order_of_the_work_change_no_bit(dtype, monkeypatch):
         assert all(map(torch.equal, with_gradients(bind(scan, LENGTHS), inputs), wanted)), (threads, moved)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="of the Triton form")
+def test_groups_in_turn_change_no_bit(monkeypatch):
+    from megatron_rlzero.kernels.mamba import triton_backward
+
+    inputs = make(Q + 5, SIZES[1], FP32, 2)
+    wanted = with_gradients(bind(scan, [Q, 5]), inputs)
+    monkeypatch.setattr(triton_backward, "HELD", 1)
+    assert all(map(torch.equal, with_gradients(bind(scan, [Q, 5]), inputs), wanted))
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("form", ["torch"], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_other_chunks_are_noticed(dtype, monkeypatch):
@@ -185,7 +199,7 @@ def test_what_does_not_fit_is_refused():
     inputs = make(5, (4, 12, 1, 16))
     with pytest.raises(ValueError, match=r"head dimension 12 .* multiples of 8"):
         scan(*inputs, [5])
-    inputs = make(5, SIZES[0])
+    inputs = make(5, (4, 16, 1, 16))
     for lengths in ([4], [5, 0], []):
         with pytest.raises(ValueError, match="lengths"):
             scan(*inputs, lengths)

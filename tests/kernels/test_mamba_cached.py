@@ -1,4 +1,4 @@
-"""Mamba-2 scan with a cache, both forms: the bits of the packed scan under every schedule, whatever a cache holds."""
+"""Mamba-2 scan with a cache, every form: the bits of the packed scan under every schedule, whatever a cache holds."""
 
 import random
 
@@ -6,11 +6,15 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.mamba import Cache, buffers, scan, scan_cached
-from tests.kernels.checks import DTYPES, FP32
-from tests.kernels.test_mamba import LENGTHS, LIMIT, SIZES, Q, bind, make
+from megatron_rlzero.kernels.mamba import Cache, buffers, scan, scan_cached, scan_cached_at
+from megatron_rlzero.kernels.segments import bounds_of
+from tests.kernels.checks import DTYPES, FP32, INTERPRETED
+from tests.kernels.test_mamba import CASES, LIMIT, SIZES, Q, bind, make
+from tests.kernels.test_mamba import LENGTHS as PACKED
 
 pytestmark = pytest.mark.usefixtures("form")
+
+LENGTHS = [1, 2 * Q + 3, Q] if INTERPRETED else PACKED
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +61,9 @@ def schedules(lengths):
     yield "prefill", [lengths]
     yield "alone", [[n if i == j else 0 for j in range(len(lengths))] for i, n in enumerate(lengths)]
     yield "37 tokens", [[min(37, max(n - 37 * s, 0)) for n in lengths] for s in range(-(-max(lengths) // 37))]
-    yield "token by token", [[int(s < n) for n in lengths] for s in range(max(lengths))]
+    whole = [max(n - 7, 0) if INTERPRETED else 0 for n in lengths]
+    steps = [[int(s < n - w) for n, w in zip(lengths, whole, strict=True)] for s in range(max(lengths))]
+    yield "token by token", [step for step in (whole, *steps) if any(step)]
     draw, left, steps = random.Random(0), list(lengths), []
     while any(left):
         step = [min(n, draw.choice([0, 1, 1, 1, 2, 5, 31, 32, 70])) for n in left]
@@ -67,8 +73,7 @@ def schedules(lengths):
     yield "mixed", steps
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("dtype", "sizes"), CASES)
 def test_every_schedule_gives_the_bits_of_the_packed_scan(dtype, sizes):
     inputs = make(sum(LENGTHS), sizes, dtype)
     wanted = bind(scan, LENGTHS)(*inputs)
@@ -101,6 +106,34 @@ def test_what_belongs_to_the_sequence_has_influence():
         assert not torch.equal(other, y)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_counts_on_the_device_and_sequences_without_new_tokens(dtype):
+    """The bits of counts in lists; what has no tokens leaves its block alone, whatever its slot and position."""
+    inputs, sizes = make(Q + 9, SIZES[-1], dtype), SIZES[-1]
+    past, lengths, positions = Q - 2, [0, 5, 0, 1, 0], [7, Q - 2, Q + 9, 0, 0]
+    x, dt, A, B, C, D, bias = inputs
+    caches = [empty(6, sizes, dtype, 7.0) for _ in range(2)]
+    for cache in caches:
+        old = cache._replace(slots=torch.tensor([4]))
+        scan_cached(x[:past], dt[:past], A, B[:past], C[:past], D, bias, [past], [0], old, LIMIT)
+    new = [t[past:] for t in (x, dt, B, C)]
+    here = [t[:6] for t in new]
+    cache = caches[0]._replace(slots=torch.tensor([4, 0]))
+    wanted = scan_cached(*here[:2], A, *here[2:], D, bias, [5, 1], [past, 0], cache, LIMIT)
+    # more rows than tokens, as where a step is padded to the size of a recorded one
+    cache = caches[1]._replace(slots=torch.tensor([-1, 4, 2, 0, 2**40]))
+    counts = bounds_of(lengths, x.device), torch.tensor(positions, dtype=torch.int32)
+    found = scan_cached_at(*new[:2], A, *new[2:], D, bias, *counts, cache, LIMIT)
+    assert torch.equal(found[:6], wanted)
+    assert not bool(found[6:].any())
+    assert all(map(torch.equal, caches[0][:4], caches[1][:4]))
+    assert all(bool((t[[1, 2, 3, 5]] == 7).all()) for t in caches[1][:4])
+    assert not bool((caches[1].state[4] == 7).any())
+    counts = counts[0], torch.tensor([7, past + 1, Q + 9, 0, 0], dtype=torch.int32)
+    assert not torch.equal(scan_cached_at(*new[:2], A, *new[2:], D, bias, *counts, cache, LIMIT)[:6], wanted)
+
+
+@pytest.mark.cpu
 def test_threads_change_no_bit():
     inputs = make(sum(LENGTHS), (8, 64, 2, 128))
     torch.set_num_threads(1)
@@ -110,6 +143,7 @@ def test_threads_change_no_bit():
     assert torch.equal(run(inputs, LENGTHS, steps), wanted)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("form", ["torch"], indirect=True)
 def test_few_rows_alone_are_not_the_same(monkeypatch):
     """With one row per product, as a step would be without tiles, the library takes other code."""
@@ -125,3 +159,6 @@ def test_counts_that_do_not_fit_are_refused():
     inputs, cache = make(2, SIZES[0]), empty(3, SIZES[0], FP32)._replace(slots=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="2 lengths, 1 starts and 2 slots"):
         scan_cached(*inputs, [1, 1], [0], cache)
+    counts = bounds_of([1, 1], cache.state.device), torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="3 bounds, 1 positions and 2 slots"):
+        scan_cached_at(*inputs, *counts, cache)

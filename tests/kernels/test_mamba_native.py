@@ -10,6 +10,7 @@ from tests.kernels.test_mamba import LENGTHS, LIMIT, SIZES, Q, bind, make
 from tests.kernels.test_mamba_cached import empty
 
 pytestmark = [
+    pytest.mark.cpu,
     pytest.mark.usefixtures("form"),
     pytest.mark.parametrize("form", ["native"], indirect=True),
 ]

@@ -1,18 +1,25 @@
 """Paged attention: the bits of packed attention under every schedule, and of nothing but the sequence itself."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.attention import attention, paged_attention, plan
-from tests.kernels.checks import DTYPES, FP32
+from tests.kernels.checks import DTYPES, FP32, INTERPRETED
 
 pytestmark = pytest.mark.usefixtures("form")
+triton_only = pytest.mark.skipif(not INTERPRETED, reason="of the Triton form")
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 LENGTHS = [1, 5, 127, 128, 129, 300, 17, 700, 40, 260]
+SHAPES = [(4, 2, 32), (8, 1, 24), (3, 3, 64), (32, 2, 32)]
+#: Tokens of a step that cuts prefills.
+CHUNK = 37
+if INTERPRETED:
+    LENGTHS, SHAPES, CHUNK = [1, 129, 40, 260], [(6, 2, 24)], 70
 
 
 def make(lengths, dtype, heads=HEADS, kv_heads=KV_HEADS, dim=DIM):
@@ -51,7 +58,8 @@ def run(inputs, lengths, schedule, rubbish=torch.nan):
 def schedules(lengths):
     yield "prefill", [lengths]
     yield "alone", [[n if i == j else 0 for j in range(len(lengths))] for i, n in enumerate(lengths)]
-    yield "37 rows", [[min(37, max(n - 37 * s, 0)) for n in lengths] for s in range(-(-max(lengths) // 37))]
+    cut = range(0, max(lengths), CHUNK)
+    yield f"{CHUNK} rows", [[min(CHUNK, max(n - start, 0)) for n in lengths] for start in cut]
     draw, left, steps = random.Random(0), list(lengths), []
     while any(left):
         step = [min(n, draw.choice([0, 1, 1, 1, 2, 5, 130, 300])) for n in left]
@@ -62,7 +70,7 @@ def schedules(lengths):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (8, 1, 24), (3, 3, 64), (32, 2, 32)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 def test_every_schedule_gives_the_bits_of_packed_attention(dtype, heads, kv_heads, dim):
     inputs = make(LENGTHS, dtype, heads, kv_heads, dim)
     wanted = attention(*inputs, LENGTHS, dim**-0.5)
@@ -77,6 +85,8 @@ def test_token_by_token(dtype):
     lengths = [3, 140, 129, 20]
     inputs = make(lengths, dtype)
     steps = [[int(s < n) for n in lengths] for s in range(max(lengths))]
+    if INTERPRETED:  # only the last ones
+        steps = [[2, 132, 126, 19], *([int(s < 1), 1, int(s < 3), int(s < 1)] for s in range(8))]
     assert torch.equal(run(inputs, lengths, steps), attention(*inputs, lengths, DIM**-0.5))
 
 
@@ -87,6 +97,7 @@ def test_what_lies_beyond_the_end_has_no_influence():
     assert bool(results[0].isfinite().all())
 
 
+@pytest.mark.cpu
 def test_threads_and_gathering_change_no_bit(monkeypatch):
     inputs = make(LENGTHS, FP32)
     wanted = run(inputs, LENGTHS, [LENGTHS])
@@ -96,6 +107,7 @@ def test_threads_and_gathering_change_no_bit(monkeypatch):
     torch.set_num_threads(1)
 
 
+@pytest.mark.cpu
 def test_the_library_alone_is_not_the_same():
     """One row per product, as decoding would be without padding, has other bits."""
     inputs = make([300], FP32)
@@ -104,3 +116,55 @@ def test_the_library_alone_is_not_the_same():
     row = (q[:, -1:] @ k.transpose(1, 2) * DIM**-0.5).softmax(-1) @ v
     assert not torch.equal(row[:, 0], wanted)
     assert torch.allclose(row[:, 0], wanted, atol=1e-5)
+
+
+@triton_only
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranges_of_keys_by_one_program_or_by_several(dtype, monkeypatch):
+    """A prefill by programs that take the ranges in turn = decoding by one program per range, merged."""
+    from megatron_rlzero.kernels.attention import triton
+
+    lengths = [2 * tiles.SMALL.attention.split + 5]
+    inputs, last = make(lengths, dtype, heads=2, kv_heads=1), [[lengths[0] - 2], [1], [1]]
+    monkeypatch.setattr(triton, "PARTIAL", 0)
+    wanted = attention(*inputs, lengths, DIM**-0.5)
+    assert torch.equal(run(inputs, lengths, last), wanted)
+    monkeypatch.setattr(triton, "PARTIAL", 2**30)
+    assert torch.equal(attention(*inputs, lengths, DIM**-0.5), wanted)
+    assert torch.equal(run(inputs, lengths, last), wanted)
+    # another size of the ranges is another order of the sums
+    small = replace(tiles.SMALL.attention, split=64)
+    other = replace(tiles.SMALL, attention=small, attention_fp32=small)
+    monkeypatch.setattr(tiles, "gpu", lambda device: other)
+    changed = attention(*inputs, lengths, DIM**-0.5)
+    assert not torch.equal(changed, wanted)
+    assert torch.allclose(changed.float(), wanted.float(), rtol=0.02, atol=0.02)
+
+
+@triton_only
+def test_sequences_without_new_tokens_change_nothing():
+    """What pads a CUDA graph: sequences of no tokens, tokens of no sequence; and sequences that pause."""
+    from megatron_rlzero.kernels.attention import triton
+
+    new, lengths = [3, 1], [140, 20]
+    q, k, v = make(new, FP32)
+    cache = torch.randn(5, KV_HEADS, 2, tiles.KEYS, DIM)
+    table = torch.tensor([[3, 1], [4, 0]], dtype=torch.int32)
+    slots = torch.tensor([128 + 9, 128 + 10, 128 + 11, 4 * 128 + 19])
+    caches = [cache.clone() for _ in range(3)]
+    scale = DIM**-0.5
+    wanted = paged_attention(q, k, v, caches[0], plan(table, slots, new, lengths, HEADS, KV_HEADS, DIM), scale)
+
+    def padded(lengths):
+        tables = torch.tensor([[7, 7], [3, 1], [2, 2], [4, 0], [9, 9], [9, 9]], dtype=torch.int32)
+        starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 0, 3, 3, 4, 4, 4], lengths))
+        rest = torch.full((4,), -1)
+        return triton.device_plan(tables, torch.cat((slots, rest)), starts, lengths, 7, HEADS // KV_HEADS)
+
+    more = [torch.cat((x, torch.full((3, *x.shape[1:]), torch.nan))) for x in (q, k, v)]
+    found = paged_attention(*more, caches[1], padded([0, 140, 200, 20, 0, 0]), scale)
+    assert torch.equal(found[:4], wanted)
+    assert not found[4:].any()
+    assert torch.equal(caches[1], caches[0])
+    # a sequence of another length would be noticed
+    assert not torch.equal(paged_attention(*more, caches[2], padded([0, 139, 200, 20, 0, 0]), scale)[:4], wanted)
