@@ -129,6 +129,7 @@ GPUS[100] = replace(
     GPUS[90],
     product=Tile(m=128, n=64, k=64, warps=8, stages=3),
     attention=Tile(m=64, n=32, split=1024, warps=4, stages=3),
+    attention_fp32=Tile(m=64, n=32, split=1024, warps=32),
 )
 
 
