@@ -28,7 +28,7 @@ if INTERPRETED:  # each side of its range of keys; see SMALL in kernels/tiles.py
 #: A document of several chunks of queries, or of several ranges of keys, and prefixes of it.
 LONG, PREFIXES = 700, [1, 2, 16, 17, 37, 128, 129, 255, 257, 384, 500, 699]
 if INTERPRETED:
-    LONG, PREFIXES = 260, [1, 129, 200]
+    LONG, PREFIXES = 260, [1, 129]
 
 
 def make(lengths, dtype=FP32, heads=HEADS, kv_heads=KV_HEADS, dim=DIM):

@@ -91,8 +91,9 @@ def test_token_by_token(dtype):
 
 
 def test_what_lies_beyond_the_end_has_no_influence():
-    inputs = make(LENGTHS, FP32)
-    results = [run(inputs, LENGTHS, [LENGTHS], rubbish) for rubbish in (torch.nan, torch.inf, 1e30, 0.0)]
+    lengths = LENGTHS[:3] if INTERPRETED else LENGTHS
+    inputs = make(lengths, FP32)
+    results = [run(inputs, lengths, [lengths], rubbish) for rubbish in (torch.nan, torch.inf, 1e30, 0.0)]
     assert all(torch.equal(r, results[0]) for r in results)
     assert bool(results[0].isfinite().all())
 
