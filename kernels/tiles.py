@@ -9,6 +9,8 @@ from torch.nn.functional import pad
 
 #: Rows of a matrix product are padded to a multiple of this, so that no call takes a small-batch code path.
 ROWS = 16
+#: Columns of a product for each thread, at least: MKL has other code for fewer than 12 (fp32, AMD EPYC with AVX2).
+COLUMNS = 16
 #: Dimensions of a batched product are padded to a multiple of this: at others its bits depend on the batch.
 WIDTH = 8
 #: Keys are multiplied with values in blocks of this many, added from left to right.
@@ -26,6 +28,11 @@ CHUNK = 32
 FAINT = 2.0**-80
 #: Rows of the products in which the scan computes one new token: the library's code for many rows starts here.
 MAMBA_ROWS = 8
+
+
+def columns() -> int:
+    """Columns from which on a product has the same bits for any number of them."""
+    return COLUMNS * torch.get_num_threads()
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -83,6 +83,33 @@ def plan(
     return paged.plan(block_table, slots, query_lengths, lengths, heads, kv_heads, dim)
 
 
+def plan_at(
+    block_table: Tensor,
+    slots: Tensor,
+    query_start: Tensor,
+    lengths: Tensor,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+) -> native.Plan | paged.Plan | triton.Plan:
+    """``plan`` with counts that lie where the block table does.
+
+    Args:
+        block_table: int [sequences or more, blocks].
+        slots: int64 [tokens or more], as in ``plan``.
+        query_start: int32 [sequences + 1], where the new tokens of each sequence begin, and where the last ones end.
+        lengths: int32 [sequences], tokens of each sequence, the new ones included.
+        tokens: rows of the queries. On a GPU they may be more than the new tokens, and a sequence may have none;
+            nothing is read back there, and launches depend on shapes alone.
+    """
+    if backend.triton(block_table):
+        from megatron_rlzero.kernels.attention import triton
+
+        return triton.device_plan(block_table, slots, query_start, lengths, tokens, heads // kv_heads)
+    return plan(block_table, slots, query_start.diff().tolist(), lengths.tolist(), heads, kv_heads, dim)
+
+
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, cache: Tensor, plan: native.Plan | paged.Plan | triton.Plan, scale: float
 ) -> Tensor:

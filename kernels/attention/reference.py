@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlzero.kernels import tiles
+from megatron_rlzero.kernels.product.reference import batched
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
@@ -122,14 +123,14 @@ def attend(
     weights = _weights((q * scale).reshape(b, group * n, dim), keys, hidden, documents, n)
     out: Tensor | None = None
     for part, block in zip(weights.split(tiles.KEYS, dim=2), values.split(tiles.KEYS, dim=1), strict=True):
-        product = torch.bmm(part, block)
+        product = batched(part, block)
         out = product if out is None else out.add_(product)
     return out.view(q.shape)
 
 
 def _weights(rows: Tensor, keys: Tensor, hidden: Mapping[int, Tensor], documents: int, n: int) -> Tensor:
     """Softmax of the scores of scaled ``rows`` [b, group * n, dim]: [b, group * n, width]."""
-    scores = torch.bmm(rows, keys.transpose(1, 2))
+    scores = batched(rows, keys.transpose(1, 2))
     for j, mask in hidden.items():
         block = scores[:, :, j * tiles.KEYS : (j + 1) * tiles.KEYS]
         block.view(documents, -1, rows.shape[1] // n, n, mask.shape[-1]).masked_fill_(mask, float("-inf"))

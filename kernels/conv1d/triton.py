@@ -141,7 +141,7 @@ def _gradients(
     tl.store(to_x + row.to(tl.int64)[:, None] * channels + channel[None, :], value, mask=inside)
     # the last slope is that of the rows themselves
     parts += tl.program_id(1).to(tl.int64) * (WIDTH + 1) * channels + channel
-    for k in tl.static_range(WIDTH):
+    for k in range(WIDTH):
         tap = _tap(x, past, row, start, known, inside, channel, x_row, past_row, k, WIDTH)
         tl.store(parts + k * channels, neighbours(slope * tap, LEVELS), mask=channel < channels)
     tl.store(parts + WIDTH * channels, neighbours(slope, LEVELS), mask=channel < channels)

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.activation import silu_and_mul, squared_relu
 from megatron_rlzero.kernels.linear import linear
+from megatron_rlzero.kernels.product.reference import batched
 
 #: Rows of all experts together, padding included, up to which one product over all of them is taken.
 FEW = 1024
@@ -41,8 +42,8 @@ def _sorted(x: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, gated: bool) ->
     starts = rows.cumsum(0) - rows
     place = experts * most + torch.arange(len(x), device=x.device) - starts[experts]
     padded = x.new_zeros(len(w13) * most, x.shape[1]).index_copy_(0, place, x).view(len(w13), most, -1)
-    hidden = activation(torch.bmm(padded, w13.transpose(1, 2)))
-    return torch.bmm(hidden, w2.transpose(1, 2)).flatten(0, 1).index_select(0, place)
+    hidden = activation(batched(padded, w13.transpose(1, 2)))
+    return batched(hidden, w2.transpose(1, 2)).flatten(0, 1).index_select(0, place)
 
 
 def combine(outputs: Tensor, probabilities: Tensor) -> Tensor:

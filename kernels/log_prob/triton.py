@@ -62,6 +62,7 @@ def values(logits: Tensor, targets: Tensor, shard: Shard) -> tuple[Tensor, Tenso
 def gradient(logits: Tensor, targets: Tensor, shard: Shard, normalisers: Tensor, grad: Tensor) -> Tensor:
     """See ``reference.gradient``; in the dtype of the logits, which is that of the products that follow."""
     out, grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device), grad.contiguous()
+    targets = targets.contiguous()
     (rows, ids), size = logits.shape, tiles.VOCABULARY * BLOCKS
     if out.numel():
         sizes = (ids, _real(logits, shard), shard.first, shard.temperature, logits.stride(0))

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.mamba import chunk, reference
+from megatron_rlzero.kernels.product.reference import batched
 
 
 class Cache(NamedTuple):
@@ -109,7 +110,7 @@ def _newest(x, dt, A, B, C, D, starts, cache: Cache) -> Tensor:
     j, c, rows = H // G, tiles.CHUNK, tiles.MAMBA_ROWS
     Bs = Bs.transpose(1, 2).reshape(n * G, c, N)
     tile = C.float().reshape(n * G, 1, N).expand(-1, rows, -1).contiguous()
-    read = torch.bmm(tile, state.view(n * G, j * P, N).transpose(1, 2))
+    read = batched(tile, state.view(n * G, j * P, N).transpose(1, 2))
     # Beyond the newest token L stays, which is that of the end; before the first it is zero.
     to_end = chunk.decay(L[:, -1:] - pad(L, (0, 0, 1, 0)))
     whole, to_end = to_end[:, 0], to_end[:, 1:]

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.activation import softplus
 from megatron_rlzero.kernels.mamba.buffers import Buffers
+from megatron_rlzero.kernels.product.reference import batched, batched_add
 
 #: Its exponential is below tiles.FAINT and still far above the denormal numbers.
 FAINTEST = log(tiles.FAINT) - 1
@@ -126,12 +127,12 @@ def move(state: Tensor, kept: Tensor, x: Tensor, B: Tensor, out: Tensor) -> None
         x: [n, j P, c], weighted.
         B: [n, c, N].
     """
-    torch.mul(state, kept, out=out).baddbmm_(x, B)
+    batched_add(torch.mul(state, kept, out=out), x, B)
 
 
 def scores(C: Tensor, B: Tensor) -> Tensor:
     """C_t . B_s, [n, rows, c], of C [n, rows, N] and B [n, c, N]."""
-    return torch.bmm(C, B.transpose(1, 2))
+    return batched(C, B.transpose(1, 2))
 
 
 def outputs(x: Tensor, mixed: Tensor, read: Tensor, decay: Tensor, out: Tensor) -> Tensor:
@@ -150,5 +151,5 @@ def outputs(x: Tensor, mixed: Tensor, read: Tensor, decay: Tensor, out: Tensor) 
 
 def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """Product of the last two dimensions, for every chunk and head, in the contiguous ``out``."""
-    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
+    batched(a.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
     return out

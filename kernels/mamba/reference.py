@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_rlzero.kernels.mamba import chunk
 from megatron_rlzero.kernels.mamba.buffers import Buffers, buffers
 from megatron_rlzero.kernels.mamba.layout import Segment, batches, together
+from megatron_rlzero.kernels.product.reference import batched
 
 
 def scan(
@@ -89,7 +90,7 @@ def _segment(
     parts = zip(moved, *(t.split(sizes) for t in (read, C, chunk.over_chunk(L, P), weighted, B)), strict=True)
     for documents, part, C_, *move in parts:
         state = state if len(state) == len(C_) else state[: len(C_)]
-        torch.bmm(C_, state.transpose(1, 2), out=part)
+        batched(C_, state.transpose(1, 2), out=part)
         if documents:
             before, *move = chunk.first(documents * g, state, *move)
             chunk.move(before, *move, out=before)

@@ -1,1 +1,1 @@
-"""Products of matrices on fixed tiles, for GPUs: the arithmetic under linear layers and slices."""
+"""Products of matrices on fixed tiles: the arithmetic under linear layers and slices on GPUs, under batches on CPUs."""

@@ -69,7 +69,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None
     # Features come in units of 16 where they lie side by side, which loads them together; tokens are never counted so.
     m_unit, k_unit = (16 if x == 1 and size % 16 == 0 else 1 for x, size in ((a.stride(1), m), (a.stride(2), k)))
     _product[(gpu.programs(count, a.device),)](
-        a, b, bias, out, batch, m // m_unit, n, k // k_unit,
+        a, b, None if bias is None else bias.contiguous(), out, batch, m // m_unit, n, k // k_unit,
         *a.stride(), *b.stride(), *out.stride()[:2],
         M_UNIT=m_unit, K_UNIT=k_unit, BIASED=bias is not None,
         M=tile.m, N=tile.n, K=tile.k, GROUP=8, **gpu.options(tile),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rlzero.kernels import tiles
+from megatron_rlzero.kernels.product.reference import batched
 from megatron_rlzero.kernels.tiles import pad_rows
 
 
@@ -37,4 +38,4 @@ def slice_products(x: Sequence[Tensor], weight: Sequence[Tensor]) -> Tensor:
         parts.append(parts[0].new_zeros(slices, parts[0].shape[1], missing))
         weights.append(weights[0].new_zeros(slices, missing, weights[0].shape[2]))
     a, b = (p[0] if len(p) == 1 else torch.cat(p, d) for p, d in ((parts, 2), (weights, 1)))
-    return torch.bmm(a, b)[:, :rows]
+    return batched(a, b)[:, :rows]

@@ -42,7 +42,7 @@ def row_sum(x: Tensor) -> Tensor:
 
 def _added(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of [n, m] by the tree, in ``dtype``."""
-    tile = tiles.gpu(x.device).tree
+    x, tile = gpu.rows(x), tiles.gpu(x.device).tree
     while x.shape[0] > 1:
         levels = min((x.shape[0] - 1).bit_length(), tile.m.bit_length() - 1)
         out = x.new_empty(triton.cdiv(x.shape[0], 1 << levels), x.shape[1], dtype=dtype)

@@ -32,7 +32,7 @@ def _rotate(
 
 def rotate(x: Tensor, table: Tensor, positions: Tensor, back: bool) -> Tensor:
     """``dispatch.apply_rotary``, or its gradient at ``x`` if ``back``."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x, positions = x if x.stride(-1) == 1 else x.contiguous(), positions.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     (tokens, heads, dim), tile = x.shape, tiles.gpu(x.device).row
     if out.numel():

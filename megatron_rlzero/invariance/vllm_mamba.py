@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +13,14 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2, Mixer2RMSNormGated
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.utils import set_weight_attrs
+from vllm.v1.attention.backend import AttentionBackend
 
 from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.invariance.vllm_checks import Counted
+from megatron_rlzero.invariance.vllm_step import Step, StepBuilder
 from megatron_rlzero.kernels import tiles
-from megatron_rlzero.kernels.conv1d import causal_conv1d, conv_state
-from megatron_rlzero.kernels.mamba import Cache, scan_cached
+from megatron_rlzero.kernels.conv1d import causal_conv1d_cached
+from megatron_rlzero.kernels.mamba import Cache, scan_cached_at
 from megatron_rlzero.kernels.norm import gated_group_norm
 
 
@@ -66,20 +67,28 @@ class InvariantGatedNorm(Counted, Mixer2RMSNormGated):
     forward_cpu = forward_native
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Sequences that are computed together: those with one new token, or the others.
+class InvariantMambaBackend(AttentionBackend):
+    """What vLLM asks about the layer's cache."""
 
-    Attributes:
-        tokens: their rows among the new tokens.
-        started: bool [sequences, 1, 1], whether a sequence has earlier tokens.
-    """
+    @staticmethod
+    def get_name() -> str:
+        """The entry of vLLM's registry in whose place it is."""
+        return "MAMBA2_ATTN"
 
-    tokens: slice
-    lengths: list[int]
-    starts: list[int]
-    slots: Tensor
-    started: Tensor
+    @classmethod
+    def is_ssm(cls) -> bool:
+        """A state for a sequence, not for a token."""
+        return True
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        """None: the layer itself."""
+        raise NotImplementedError
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        """See AttentionBackend."""
+        return StepBuilder
 
 
 class InvariantMamba(Counted, MambaMixer2):
@@ -112,26 +121,28 @@ class InvariantMamba(Counted, MambaMixer2):
     def get_state_dtype(self) -> States:
         return self._dtypes
 
+    def get_attn_backend(self) -> type[InvariantMambaBackend]:
+        """See MambaBase."""
+        return InvariantMambaBackend
+
     def forward(self, hidden_states: Tensor, mup_vector: Tensor | None = None) -> Tensor:
         if mup_vector is not None:
             raise ValueError("kernels = aligned: the mixer's projections are not scaled")
-        inner, channels, heads = self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size
         projected, _ = self.in_proj(hidden_states)
-        gate, xbc, dt = projected.split((inner, channels, heads), -1)
-        y = hidden_states.new_zeros(len(projected), inner)
+        gate, xbc, dt = projected.split((self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size), -1)
         metadata = get_forward_context().attn_metadata
-        if metadata is not None:  # else vLLM measures memory
+        if metadata is None:  # vLLM measures memory
+            y = torch.zeros_like(gate)
+        else:
             self.used()
             self.conv1d.used()
-            for part in _parts(metadata[self.prefix]):
-                y[part.tokens] = self._scan(xbc[part.tokens], dt[part.tokens], part)
+            y = self._scan(xbc, dt, *metadata[self.prefix].shared(_blocks))
         return self.out_proj(self.norm(y, gate))[0]
 
-    def _scan(self, xbc: Tensor, dt: Tensor, part: _Part) -> Tensor:
+    def _scan(self, xbc: Tensor, dt: Tensor, bounds: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         cache = States(*self.kv_cache)
-        past = torch.where(part.started, cache.conv[part.slots], 0)
-        cache.conv[part.slots] = conv_state(xbc, part.lengths, past)
-        xbc = causal_conv1d(xbc, self.conv1d.weight[:, 0], self.conv1d.bias, part.lengths, past)
+        weight = self.conv1d.weight[:, 0]
+        xbc = causal_conv1d_cached(xbc, weight, self.conv1d.bias, bounds, positions, cache.conv, slots)
         x, b, c = (
             values.unflatten(-1, shape)
             for values, shape in zip(
@@ -140,32 +151,11 @@ class InvariantMamba(Counted, MambaMixer2):
                 strict=True,
             )
         )
-        states = Cache(cache.state, cache.x, cache.dt, cache.b, part.slots)
-        y = scan_cached(x, dt, self.A, b, c, self.D, self.dt_bias, part.lengths, part.starts, states, self.dt_limit)
+        states = Cache(cache.state, cache.x, cache.dt, cache.b, slots)
+        y = scan_cached_at(x, dt, self.A, b, c, self.D, self.dt_bias, bounds, positions, states, self.dt_limit)
         return y.flatten(1)
 
 
-def _parts(metadata: Any) -> list[_Part]:
-    """vLLM puts sequences with one new token and a past first; the same for every layer of a step."""
-    if not hasattr(metadata, "parts"):
-        decodes, tokens = metadata.num_decodes, metadata.num_decode_tokens
-        totals = metadata.seq_lens.tolist()
-        parts = []
-        if decodes:
-            if tokens != decodes:
-                raise RuntimeError("kernels = aligned: speculative decoding is not supported")
-            parts.append(_part(slice(0, tokens), [1] * decodes, totals[:decodes], metadata.state_indices_tensor_d))
-        if metadata.num_prefills:
-            lengths = metadata.query_start_loc_p.diff().tolist()
-            rows = slice(tokens, tokens + sum(lengths))
-            parts.append(
-                _part(rows, lengths, totals[decodes : decodes + len(lengths)], metadata.state_indices_tensor_p)
-            )
-        metadata.parts = parts
-    return metadata.parts
-
-
-def _part(tokens: slice, lengths: list[int], totals: list[int], slots: Tensor) -> _Part:
-    starts = [total - length for total, length in zip(totals, lengths, strict=True)]
-    started = torch.tensor([start > 0 for start in starts], device=slots.device)[:, None, None]
-    return _Part(tokens, lengths, starts, slots.reshape(len(lengths), -1)[:, 0].long(), started)
+def _blocks(step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each sequence's new tokens begin; the position of its first one; its block, the only one that it has."""
+    return step.bounds, step.lengths - step.bounds.diff(), step.block_table[:, 0].long()

@@ -15,10 +15,6 @@ PRODUCTS = (
     "attention.triton_backward.to_keys", "attention.triton_backward.to_queries", "mamba.scan",
     "mamba.triton_backward.tokens",
 )  # fmt: skip
-#: fp32 kernels that spill a register or two, by architecture: to be mended
-SPILLS = {
-    (90, "attention.triton_forward.merge"), (80, "conv1d.gradients"), (100, "attention.triton_backward.to_queries"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -29,7 +25,7 @@ def test_every_kernel_fits(capability, dtype):
         found = compiled(call, capability)
         assert found, f"{name} launches no kernel"
         for kernel in found:
-            assert kernel.spills <= 8 * (dtype == torch.float32 and (capability, kernel.kernel) in SPILLS), kernel
+            assert kernel.spills == 0, kernel
             assert kernel.shared <= SHARED[capability], kernel
             assert kernel.registers <= 255, kernel
             if dtype == torch.bfloat16 and kernel.kernel in PRODUCTS and name != "router's gate":

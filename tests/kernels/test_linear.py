@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from megatron_rlzero.kernels.linear import column_parallel, linear, replicated, row_parallel
+from megatron_rlzero.kernels.product.reference import batched, batched_add
 from megatron_rlzero.kernels.reduction import row_sum, sliced_product, tree
 from tests.kernels.checks import DTYPES, FP32, INTERPRETED, dependent_rows, errors, rounded_once, tolerance
 
@@ -52,6 +53,36 @@ def test_rows_of_wide_products_do_not_depend_on_the_batch(dtype, k, n):
     assert dependent_rows(lambda x: linear(x, weight), torch.randn(50, k).to(dtype)) == []
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 7, 8, 16, 24, 33, 96])
+def test_narrow_products_depend_neither_on_threads_nor_on_the_other_columns(dtype, n):
+    """Where a library has other code for few columns, or for the few that a thread of many is left with."""
+    x, weight = torch.randn(16, 64).to(dtype), torch.randn(96, 64).to(dtype)
+    torch.set_num_threads(1)
+    wanted = linear(x, weight)[:, :n]
+    for threads in (1, 2, 3, 4, 8):
+        torch.set_num_threads(threads)
+        assert torch.equal(linear(x, weight[:n]), wanted), threads
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("n", [8, 16, 24, 40, 64])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_narrow_batches_do_not_depend_on_threads_strides_and_number(rows, n):
+    a, b, total = torch.randn(3, rows, 32), torch.randn(3, 32, n), torch.randn(3, rows, n)
+    layouts = [(a, b), tuple(x.movedim(0, 2).contiguous().movedim(2, 0) for x in (a, b))]
+    torch.set_num_threads(1)
+    wanted, added = batched(a, b), batched_add(total.clone(), a, b)
+    for threads in (1, 2, 3, 4, 8):
+        torch.set_num_threads(threads)
+        for x, y in layouts:
+            for some in (slice(0, 3), slice(0, 1), slice(1, 2)):
+                assert torch.equal(batched(x[some], y[some]), wanted[some])
+                assert torch.equal(batched(x[some], y[some], torch.empty_like(wanted[some])), wanted[some])
+                assert torch.equal(batched_add(total[some].clone(), x[some], y[some]), added[some])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [64, 576, 896])
 def test_a_bias_depends_on_neither_rows_nor_columns(dtype, k):
@@ -87,6 +118,8 @@ def test_memory_layout_does_not_count(dtype):
     strided = torch.empty(21, 192, dtype=dtype)[:, ::2].copy_(x)
     assert torch.equal(linear(strided, weight), linear(x, weight))
     assert torch.equal(linear(x.expand(3, 21, 96), weight)[2], linear(x, weight))
+    bias = torch.randn(33).to(dtype)
+    assert torch.equal(linear(x, weight, bias.repeat_interleave(2)[::2]), linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,6 +152,9 @@ def test_a_sum_over_rows_does_not_depend_on_the_columns(dtype, rows):
     total = row_sum(x)
     assert total.dtype == FP32
     assert torch.equal(total, tree(x.float()))
+    for strided in (x.T.contiguous().T, x.repeat_interleave(2, 1)[:, ::2]):
+        assert torch.equal(row_sum(strided), total)
+        assert torch.equal(tree(strided.float()), total)
     assert torch.equal(total, torch.cat([row_sum(part) for part in x.split(7, 1)]))
     torch.testing.assert_close(total.double(), x.double().sum(0), atol=1e-4, rtol=0)
     # another order is noticed, but where fp32 holds the sums of bf16 numbers without rounding

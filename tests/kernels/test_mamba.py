@@ -17,7 +17,7 @@ SIZES = [(4, 16, 1, 16), (8, 8, 8, 16), (6, 24, 2, 40), (4, 64, 2, 128)]
 #: one dtype of each size is enough for an interpreter
 CASES = [(dtype, sizes) for dtype in DTYPES for sizes in SIZES]
 if INTERPRETED:
-    SIZES = [(2, 16, 1, 16), (4, 24, 2, 40), (2, 64, 2, 128)]
+    SIZES = [(2, 16, 1, 16), (4, 24, 2, 40), (1, 64, 1, 128)]
     CASES = list(zip((BF16, FP32, BF16), SIZES, strict=True))
 LIMIT = (0.02, 1.0)
 
@@ -67,12 +67,12 @@ def test_without_initial_states_and_limits_and_what_would_be_noticed():
     assert error(bind(scan, LENGTHS)(*inputs), y) > 1e-3
     merged = [LENGTHS[0] + LENGTHS[1], *LENGTHS[2:]]
     assert error(bind(scan, merged, (0.0, torch.inf))(*inputs), y) > 1e-3
-    assert error(found(*inputs[:5], inputs[5] * 1.0001, inputs[6]), y) > tolerance(FP32)
+    assert error(found(*inputs[:5], inputs[5] * (1.001 if INTERPRETED else 1.0001), inputs[6]), y) > tolerance(FP32)
 
 
 def test_states_that_die_out_within_a_chunk():
     """Sums of A dt far below what exp can represent, and time steps of zero."""
-    inputs = make(3 * Q + 1, SIZES[0])
+    inputs = make(3 * Q + 1, (4, 16, 1, 16))
     inputs[2], inputs[1][::3] = inputs[2] * 1e4, -200.0
     found, wanted = bind(scan, [3 * Q + 1], (0.0, torch.inf)), bind(selective_scan, [3 * Q + 1], (0.0, torch.inf))
     assert max(errors(found, wanted, inputs)) < tolerance(FP32)
@@ -109,7 +109,7 @@ def test_packed_documents_have_the_bits_of_each_alone(dtype, sizes):
 @pytest.mark.parametrize("sizes", SIZES[:1] if INTERPRETED else [SIZES[0], SIZES[2]])
 def test_many_chunks(sizes):
     """More than lie between two states that are kept for the backward pass."""
-    lengths = [3 * Q + 5, 2 * Q, 2] if INTERPRETED else [17 * Q + 5, 8 * Q, 8 * Q + 1, 2]
+    lengths = [2 * Q + 5, Q + 1, 2] if INTERPRETED else [17 * Q + 5, 8 * Q, 8 * Q + 1, 2]
     inputs = make(sum(lengths), sizes, FP32, len(lengths))
     inputs[2] /= 100  # states reach from end to end
     assert max(errors(bind(scan, lengths), bind(selective_scan, lengths), inputs)) < tolerance(FP32)
@@ -160,10 +160,10 @@ def test_threads_and_the_order_of_the_work_change_no_bit(dtype, monkeypatch):
 def test_groups_in_turn_change_no_bit(monkeypatch):
     from megatron_rlzero.kernels.mamba import triton_backward
 
-    inputs = make(Q + 5, SIZES[1], FP32, 2)
-    wanted = with_gradients(bind(scan, [Q, 5]), inputs)
+    inputs = make(12, SIZES[1], FP32, 2)
+    wanted = with_gradients(bind(scan, [7, 5]), inputs)
     monkeypatch.setattr(triton_backward, "HELD", 1)
-    assert all(map(torch.equal, with_gradients(bind(scan, [Q, 5]), inputs), wanted))
+    assert all(map(torch.equal, with_gradients(bind(scan, [7, 5]), inputs), wanted))
 
 
 @pytest.mark.cpu
@@ -179,7 +179,7 @@ def test_other_chunks_are_noticed(dtype, monkeypatch):
     assert error(other[0], wanted[0]) < tolerance(dtype, roundings=2)
 
 
-@pytest.mark.parametrize("length", [1, Q - 1, Q, Q + 1])
+@pytest.mark.parametrize("length", [1, Q + 1] if INTERPRETED else [1, Q - 1, Q, Q + 1])
 def test_a_neighbour_of_nan_has_no_influence(length):
     inputs = make(2 * length + 3, SIZES[0])
     lengths, middle = [length, 3, length], slice(length, length + 3)
