@@ -7,9 +7,10 @@ take the same.
 
 import os
 
+import torch
 from torch import Tensor
 
-from megatron_rlzero.kernels import compiler
+from megatron_rlzero.kernels import compiler, tiles
 
 BACKENDS = ("native", "torch")
 #: whether Triton interprets its kernels, on tensors in host memory; what Triton itself reads, once, at its import
@@ -18,11 +19,15 @@ _chosen = ""
 
 
 def backend() -> str:
-    """native | torch: what computes tensors in host memory in this process.
+    """What computes this process's models: sm_90 or another architecture of GPUs where there is one, native or torch.
 
     Unless ``choose`` was called, native where this machine can compile and run it.
     """
-    return _chosen or BACKENDS[not compiler.usable()]
+    return _chosen or _architecture() or BACKENDS[not compiler.usable()]
+
+
+def _architecture() -> str:
+    return f"sm_{tiles.capability(torch.device('cuda'))}" if torch.cuda.is_available() else ""
 
 
 def choose(name: str) -> None:
@@ -30,11 +35,19 @@ def choose(name: str) -> None:
 
     Raises:
         ValueError: no backend has that name.
-        RuntimeError: native cannot be compiled or run here.
+        RuntimeError: native cannot be compiled or run here, or this process's GPU is of another architecture or has no
+            tiles.
     """
     global _chosen
-    if name not in BACKENDS:
-        raise ValueError(f"operators = {name}: expected is one of {', '.join(BACKENDS)}")
+    if name.startswith("sm_"):
+        if (mine := _architecture()) != name:
+            raise RuntimeError(
+                f"operators = {name} and {f'a GPU of {mine}' if mine else 'no GPU'} here; learner and engine have to "
+                "run on GPUs of one architecture"
+            )
+        tiles.gpu(torch.device("cuda"))
+    elif name not in BACKENDS:
+        raise ValueError(f"operators = {name}: expected is sm_N, or one of {', '.join(BACKENDS)}")
     if name == "native":
         if not compiler.usable():
             raise RuntimeError(

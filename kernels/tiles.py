@@ -162,11 +162,16 @@ def gpu(device: torch.device) -> Gpu:
     """
     if device.type != "cuda":
         return SMALL
-    major, minor = torch.cuda.get_device_capability(device)
-    known = [capability for capability in GPUS if capability // 10 == major and capability <= 10 * major + minor]
-    if not known:
+    if (found := capability(device)) not in GPUS:
         raise RuntimeError(
-            f"kernels = aligned: no tiles for compute capability {major}.{minor}; there are some for "
-            f"{', '.join(f'{c // 10}.{c % 10}' for c in GPUS)} (kernels/tiles.py)"
+            f"kernels = aligned: no tiles for compute capability {found / 10}; there are some for "
+            f"{', '.join(str(known / 10) for known in GPUS)} (kernels/tiles.py)"
         )
-    return GPUS[max(known)]
+    return GPUS[found]
+
+
+def capability(device: torch.device) -> int:
+    """The compute capability whose tiles are those of ``device``, a GPU: the nearest below, or its own without one."""
+    major, minor = torch.cuda.get_device_capability(device)
+    own = 10 * major + minor
+    return max((known for known in GPUS if known // 10 == major and known <= own), default=own)

@@ -48,6 +48,24 @@ def mlp(x: Tensor, experts: Tensor, w13: Tensor, w2: Tensor, gated: bool = True)
     return _form(x).mlp(x, experts, w13, w2, gated)
 
 
+def permute(x: Tensor, slots: Tensor) -> Tensor:
+    """Each token's row once for each of its experts, in the order of ``slots``.
+
+    Args:
+        x: [tokens, H].
+        slots: int64 [tokens, k], the result's row of each token and expert, in ascending expert id; every row once.
+
+    Returns:
+        [tokens * k, H]. The gradient of a token is the sum of its rows', as ``combine`` adds them.
+    """
+    return _Permute.apply(x, slots)
+
+
+def unpermute(rows: Tensor, slots: Tensor) -> Tensor:
+    """[tokens * k, H] in the order of ``slots`` -> [tokens, k, H]; see ``permute``."""
+    return _Unpermute.apply(rows, slots)
+
+
 def combine(outputs: Tensor, probabilities: Tensor) -> Tensor:
     """sum_k p_k y_k, added in ascending expert id, in fp32, rounded once.
 
@@ -84,6 +102,38 @@ class _GroupedLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         to_x, to_weights = _form(x).grouped_gradients(x, weights, ctx.rows, grad)
         return to_x, None, *to_weights
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, slots):
+        ctx.save_for_backward(slots)
+        return x.index_select(0, _order(slots) // slots.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (slots,) = ctx.saved_tensors
+        rows = grad.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+        return _form(grad).combine(rows, torch.ones(slots.shape, device=slots.device)), None
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, slots):
+        ctx.save_for_backward(slots)
+        return rows.index_select(0, slots.flatten()).unflatten(0, slots.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad.flatten(0, 1).index_select(0, _order(*ctx.saved_tensors)), None
+
+
+def _order(slots: Tensor) -> Tensor:
+    """int64 [tokens * k]: which token and expert, counted along ``slots``, each row belongs to."""
+    pairs = torch.arange(slots.numel(), device=slots.device)
+    return torch.empty_like(pairs).scatter_(0, slots.flatten(), pairs)
 
 
 class _Combine(torch.autograd.Function):

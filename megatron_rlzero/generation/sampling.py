@@ -17,8 +17,8 @@ GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
 MASK = 2**64 - 1
-#: vocabulary entries that are drawn at once: their intermediates stay in the cache
-BLOCK = 2048
+#: vocabulary entries that are drawn at once: on a CPU their intermediates stay in the cache, a GPU has fewer launches
+BLOCK, GPU_BLOCK = 2048, 2**15
 
 
 def stream(key: Sequence[int]) -> int:
@@ -46,9 +46,10 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, temperature: floa
     rows, vocabulary = logits.shape
     best = torch.full((rows,), -torch.inf, dtype=torch.float64, device=logits.device)
     token = torch.zeros(rows, dtype=torch.int64, device=logits.device)
-    for start in range(0, vocabulary, BLOCK):
-        ids = torch.arange(start, min(start + BLOCK, vocabulary), device=logits.device)
-        noised = logits[:, start : start + BLOCK].double() / temperature + gumbel(streams, positions, ids)
+    block = BLOCK if logits.device.type == "cpu" else GPU_BLOCK
+    for start in range(0, vocabulary, block):
+        ids = torch.arange(start, min(start + block, vocabulary), device=logits.device)
+        noised = logits[:, start : start + block].double() / temperature + gumbel(streams, positions, ids)
         value, index = noised.max(dim=1)
         better = value > best
         best = torch.where(better, value, best)

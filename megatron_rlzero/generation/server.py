@@ -29,6 +29,14 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 #: Linux's ports for outgoing connections; a server's port is one below them, and from here on
 OUTGOING, FIRST_PORT, PORTS_TRIED = Path("/proc/sys/net/ipv4/ip_local_port_range"), 10_000, 100
+#: of aligned servers on GPUs: our attention, nothing fused across our operators, a CUDA graph of a decoding step, and
+#: NCCL between ranks
+GPU_FLAGS = {
+    "attention-backend": "CUSTOM",
+    "compilation-config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "disable-custom-all-reduce": True,
+    "all2all-backend": "allgather_reducescatter",
+}
 #: seconds between SIGTERM and SIGKILL
 GRACE_S = 5.0
 #: seconds that a server of no more use gets to end by itself, so that its own end is what is reported
@@ -161,6 +169,8 @@ def flags(config: Config, port: int, host: str = LOOPBACK) -> list[str]:
     if cpu_build():
         values["enforce-eager"] = True
         values["kv-cache-memory-bytes"] = rollout.cpu_kv_cache_gib * 2**30
+    elif config.kernels == "aligned":
+        values |= GPU_FLAGS
     for name, value in rollout.engine_args.items():
         flag = name.replace("_", "-")
         if flag in RESERVED_ENGINE_ARGS:

@@ -85,7 +85,7 @@ class RefitTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.aligned and settings.operators != self.info.operators:
             raise ValueError(
                 f"{REFUSED}: operators are {self.info.operators} on the learner and {settings.operators} here; both "
-                "need machines of one kind, with g++ and AVX2 or without"
+                "need machines of one kind: one architecture of GPUs, or CPUs with g++ and AVX2 or without"
             )
         if self.aligned:
             from megatron_rlzero.invariance.vllm_checks import parameters  # stock servers never import it

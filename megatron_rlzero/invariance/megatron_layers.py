@@ -47,7 +47,23 @@ def row_group(config: TransformerConfig) -> ProcessGroup | None:
     return parallel_state.get_tensor_model_parallel_group() if config.sequence_parallel else None
 
 
-class Norm(Module):
+class TransformerEngineState(Module):
+    """The state that a module of TransformerEngine keeps beside its parameters, for fp8: empty here, and read over.
+
+    So a checkpoint or a state dict of either loads under the other, and the two can stand in one spec.
+    """
+
+    def get_extra_state(self) -> Tensor:
+        """uint8 [0], as TransformerEngine's modules without fp8 have it."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: object) -> None:
+        for name in [n for n in state_dict if n.startswith(f"{prefix}_extra_state")]:
+            del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Norm(TransformerEngineState):
     """RMSNorm over the last dimension of [tokens, batch, hidden]."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -59,7 +75,7 @@ class Norm(Module):
         return self.rms_norm(x, self.weight, self.eps, rows=self.rows)
 
 
-class HeadNorm(Module):
+class HeadNorm(TransformerEngineState):
     """RMSNorm over the head dimension of [tokens, batch, heads, dim]; the ranks hold different heads."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -105,7 +121,7 @@ class NormColumnLinear(ColumnLinear):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0, "bias": 0}, sharded_offsets)
 
 
-class ReplicatedLinear(Module):
+class ReplicatedLinear(TransformerEngineState):
     """Linear with the whole weight on every tensor-parallel rank."""
 
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
@@ -136,7 +152,7 @@ def _rotary(length: int, dim: int, device: torch.device, **rotary: Any) -> Tenso
     return rotary_table(length, dim, device=device, **rotary)
 
 
-class CoreAttention(MegatronModule):
+class CoreAttention(TransformerEngineState, MegatronModule):
     """Causal attention over packed documents, with the rotary embedding inside: positions come from cu_seqlens."""
 
     def __init__(self, config: TransformerConfig, *, rotary: dict[str, Any] | None, **_: object) -> None:

@@ -19,9 +19,16 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
-from megatron_rlzero.invariance.megatron_layers import DenseMLP, ReplicatedLinear, activation, replicated, row_group
+from megatron_rlzero.invariance.megatron_layers import (
+    DenseMLP,
+    ReplicatedLinear,
+    TransformerEngineState,
+    activation,
+    replicated,
+    row_group,
+)
 
 
 class Router(TopKRouter):
@@ -75,7 +82,7 @@ class Router(TopKRouter):
             self.local_tokens_per_expert += real.sum(dim=0)
 
 
-class GroupedLinear(Module):
+class GroupedLinear(TransformerEngineState):
     """One weight per local expert, named weight{k} as in TransformerEngine's grouped linear."""
 
     def __init__(self, experts: int, input_size: int, output_size: int, config: TransformerConfig) -> None:
@@ -90,11 +97,6 @@ class GroupedLinear(Module):
 
     def forward(self, x: Tensor, rows: list[int]) -> Tensor:
         return self.product(x, [getattr(self, f"weight{k}") for k in range(self.experts)], rows)
-
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
-        for name in [n for n in state_dict if n.startswith(f"{prefix}_extra_state")]:
-            del state_dict[name]  # TransformerEngine's, empty outside fp8
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class GroupedExperts(MegatronModule):
@@ -150,17 +152,27 @@ class GroupedExperts(MegatronModule):
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher; the token's owner combines its experts' outputs in ascending expert id."""
+    """Megatron's all-to-all dispatcher; the token's owner combines its experts' outputs in ascending expert id.
+
+    Rows and their gradients are moved by ``kernels.experts``: Megatron's gradient of a token has no order on a GPU.
+    """
+
+    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of all experts, sorted by expert, then token, and their probabilities, which nobody reads."""
+        self.hidden_shape, self.probs, self.routing_map = hidden_states.shape, probs, routing_map
+        counts = self.preprocess(routing_map)
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
+        chosen = routing_map.T
+        row = (chosen.flatten().cumsum(0) - 1).view(chosen.shape).T
+        self.slots = row[routing_map].view(len(routing_map), self.config.moe_router_topk)
+        rows = self.config.operators.permute(hidden_states.flatten(0, -2), self.slots)
+        return rows, probs.detach().T[chosen]
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
-        outputs = permutated_local_input_tokens
-        # Rows lie sorted by expert, then token: row of (token, expert) counts the chosen pairs before it.
-        chosen = self.routing_map.T
-        row = (chosen.flatten().cumsum(0) - 1).view(chosen.shape).T
-        tokens = self.routing_map.shape[0]
-        slots = row[self.routing_map].view(tokens, self.config.moe_router_topk)
-        probabilities = self.probs[self.routing_map].view(slots.shape)
-        return self.config.operators.combine(outputs[slots], probabilities).view(self.hidden_shape)
+        """Each token's outputs, weighted and added."""
+        outputs = self.config.operators.unpermute(permutated_local_input_tokens, self.slots)
+        probabilities = self.probs[self.routing_map].view(self.slots.shape)
+        return self.config.operators.combine(outputs, probabilities).view(self.hidden_shape)
 
 
 class SharedExperts(SharedExpertMLP, DenseMLP):

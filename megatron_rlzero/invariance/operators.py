@@ -43,6 +43,8 @@ class Operators:
     silu_and_mul: Callable[[Tensor], Tensor]
     squared_relu: Callable[[Tensor], Tensor]
     grouped_linear: Callable[..., Tensor]
+    permute: Callable[[Tensor, Tensor], Tensor]
+    unpermute: Callable[[Tensor, Tensor], Tensor]
     combine: Callable[[Tensor, Tensor], Tensor]
     causal_conv1d: Callable[..., Tensor]
     scan: Callable[..., Tensor]
@@ -62,6 +64,8 @@ ALIGNED = Operators(
     activation.silu_and_mul,
     activation.squared_relu,
     experts.grouped_linear,
+    experts.permute,
+    experts.unpermute,
     experts.combine,
     conv1d.causal_conv1d,
     mamba.scan,
@@ -150,6 +154,14 @@ def _grouped_linear(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -
     return torch.cat([F.linear(part, w) for part, w in zip(x.split(list(rows)), weights, strict=True)])
 
 
+def _permute(x: Tensor, slots: Tensor) -> Tensor:
+    return x[slots.flatten().argsort() // slots.shape[1]]
+
+
+def _unpermute(rows: Tensor, slots: Tensor) -> Tensor:
+    return rows[slots]
+
+
 def _combine(outputs: Tensor, probabilities: Tensor) -> Tensor:
     return (outputs * probabilities[..., None]).sum(1).to(outputs.dtype)
 
@@ -180,6 +192,8 @@ STOCK = Operators(
     _silu_and_mul,
     _squared_relu,
     _grouped_linear,
+    _permute,
+    _unpermute,
     _combine,
     _causal_conv1d,
     mamba.scan,

@@ -27,7 +27,7 @@ class Settings:
         temperature: divides the logits, for the draw and for the log-probs alike.
         kernels: aligned | stock, see Config.
         reduction_slices: see Config; the same number as on the learner.
-        operators: native | torch, see kernels/backend.py; the same as on the learner.
+        operators: native | torch | sm_N, see kernels/backend.py; the same as on the learner.
         token_file: see RolloutConfig.
         family: see ModelConfig; an absolute path.
     """

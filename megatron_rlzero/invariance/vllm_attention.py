@@ -33,7 +33,7 @@ class InvariantAttentionImpl(AttentionImpl[Step], Counted):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ) -> None:
-        Counted.__init__(self)
+        self.wait()
         features = (alibi_slopes, sliding_window, kv_sharing_target_layer_name, sinks, logits_soft_cap or None)
         if any(x is not None for x in features) or kv_cache_dtype != "auto" or attn_type != "decoder":
             raise ValueError(

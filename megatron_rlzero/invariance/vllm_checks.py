@@ -31,11 +31,23 @@ class Counted:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.wait()
+
+    def wait(self) -> None:
+        """For a layer whose base classes are not built by ``__init__``."""
         _waiting.add(self)
 
     def used(self) -> None:
         """To be called where the layer computes."""
         _waiting.discard(self)
+
+
+class Operator(Counted):
+    """Mixin of vLLM's custom operators: one ``forward_native`` for all platforms, whatever is enabled."""
+
+    def dispatch_forward(self, compile_native: bool) -> Callable[..., Any]:
+        """See vLLM's CustomOp."""
+        return self.forward_native
 
 
 def check_classes(model: Module) -> None:
@@ -134,7 +146,7 @@ def install() -> None:
         mode = vllm_config.compilation_config.mode
         if mode != CompilationMode.NONE:
             raise RuntimeError(
-                f"kernels = aligned: compilation would fuse its operators, mode is {mode}; enforce eager"
+                f"kernels = aligned: compilation would fuse its operators, mode is {mode}; it has to be 0"
             )
         model = load(self, vllm_config, model_config, prefix)
         check_classes(model)

@@ -15,6 +15,8 @@ from torch import Tensor
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from vllm.model_executor.layers.activation import ReLUSquaredActivation, SiluAndMul
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -40,7 +42,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from megatron_rlzero.architectures import families
 from megatron_rlzero.invariance import vllm_checks
-from megatron_rlzero.invariance.vllm_checks import Counted, check_used
+from megatron_rlzero.invariance.vllm_checks import Counted, Operator, check_used
 from megatron_rlzero.invariance.vllm_mamba import InvariantGatedNorm, InvariantMamba
 from megatron_rlzero.kernels import libraries
 from megatron_rlzero.kernels.activation import silu_and_mul, squared_relu
@@ -104,7 +106,7 @@ class InvariantGateLinear(Counted, GateLinear):
         return gate(x, self.weight), None
 
 
-class InvariantRMSNorm(Counted, RMSNorm):
+class InvariantRMSNorm(Operator, RMSNorm):
     """Adds the residual first, rounded to the model's dtype, then the norm."""
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -114,10 +116,8 @@ class InvariantRMSNorm(Counted, RMSNorm):
         residual = x + residual
         return rms_norm(residual, self.weight, self.variance_epsilon), residual
 
-    forward_cpu = forward_native
 
-
-class _Rotary(Counted):
+class _Rotary(Operator):
     """The rotary table comes from float64 and stays fp32."""
 
     def __init__(
@@ -138,8 +138,6 @@ class _Rotary(Counted):
             for x in (query, key)
         )
 
-    forward_cpu = forward_native
-
 
 class InvariantRotaryEmbedding(_Rotary, RotaryEmbedding):
     """Frequencies as they are."""
@@ -149,24 +147,20 @@ class InvariantLlama3RotaryEmbedding(_Rotary, Llama3RotaryEmbedding):
     """Frequencies scaled as Llama 3.1 does."""
 
 
-class InvariantSiluAndMul(Counted, SiluAndMul):
+class InvariantSiluAndMul(Operator, SiluAndMul):
     """SwiGLU's activation."""
 
     def forward_native(self, x: Tensor) -> Tensor:
         self.used()
         return silu_and_mul(x)
 
-    forward_cpu = forward_native
 
-
-class InvariantSquaredReLU(Counted, ReLUSquaredActivation):
+class InvariantSquaredReLU(Operator, ReLUSquaredActivation):
     """The activation of an MLP without a gate."""
 
     def forward_native(self, x: Tensor) -> Tensor:
         self.used()
         return squared_relu(x)
-
-    forward_cpu = forward_native
 
 
 class _AlreadyReduced:
@@ -180,10 +174,16 @@ class _AlreadyReduced:
         return True
 
 
-class InvariantMoEMethod(Counted, UnquantizedFusedMoEMethod):
+class InvariantMoEMethod(Operator, UnquantizedFusedMoEMethod):
     """SwiGLU experts; each token's outputs are combined in ascending expert id, whoever computed them."""
 
     is_monolithic = True
+
+    def __init__(self, moe: Any) -> None:
+        # not its parent's, which chooses a kernel by platform and dtype, and sizes that this kernel wants padded
+        FusedMoEMethodBase.__init__(self, moe)
+        self.unquantized_backend, self.supports_pre_processed_weights = UnquantizedMoeBackend.OOT, False
+        self.wait()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         plain = layer.scoring_func == "softmax" and layer.routed_scaling_factor == 1.0 and not layer.use_grouped_topk
@@ -263,9 +263,16 @@ def install(slices: int, temperature: float) -> None:
         temperature: divides the logits.
     """
     global _slices, _temperature
-    if not current_platform.is_cpu():
-        raise RuntimeError("kernels = aligned: the engine's operators are for CPUs so far; set kernels = stock")
-    os.environ.update(libraries.settings())
+    if current_platform.is_cpu():
+        os.environ.update(libraries.settings())
+        attention = AttentionBackendEnum.CPU_ATTN
+    elif current_platform.is_cuda():
+        attention = AttentionBackendEnum.CUSTOM
+    else:
+        raise RuntimeError(
+            f"kernels = aligned: there are operators for CPUs and for NVIDIA's GPUs, and vLLM's platform is "
+            f"{current_platform.device_name}; kernels = stock runs there"
+        )
     _slices, _temperature = slices, temperature
     for base in (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear):
         PluggableLayer.register_oot(_linear_of(base), name=base.__name__)
@@ -287,6 +294,6 @@ def install(slices: int, temperature: float) -> None:
     for family in families():
         for name, model in family.engine_models().items():
             ModelRegistry.register_model(name, model)
-    register_backend(AttentionBackendEnum.CPU_ATTN, ATTENTION)
+    register_backend(attention, ATTENTION)
     Sampler.compute_logprobs = staticmethod(_compute_logprobs)
     vllm_checks.install()

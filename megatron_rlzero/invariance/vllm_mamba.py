@@ -16,7 +16,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backend import AttentionBackend
 
 from megatron_rlzero.architectures import architecture, read_config
-from megatron_rlzero.invariance.vllm_checks import Counted
+from megatron_rlzero.invariance.vllm_checks import Counted, Operator
 from megatron_rlzero.invariance.vllm_step import Step, StepBuilder
 from megatron_rlzero.kernels import tiles
 from megatron_rlzero.kernels.conv1d import causal_conv1d_cached
@@ -56,15 +56,13 @@ def dtypes(config: VllmConfig) -> States:
     return States(torch.float32, torch.float32, model, model, model)
 
 
-class InvariantGatedNorm(Counted, Mixer2RMSNormGated):
+class InvariantGatedNorm(Operator, Mixer2RMSNormGated):
     """The gate, then RMSNorm over groups, which lie whole on a rank."""
 
     def forward_native(self, x: Tensor, gate: Tensor) -> Tensor:
         self.used()
         groups = x.shape[-1] // self.group_size
         return gated_group_norm(x, gate, self.weight, groups, self.variance_epsilon)
-
-    forward_cpu = forward_native
 
 
 class InvariantMambaBackend(AttentionBackend):

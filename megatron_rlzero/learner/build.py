@@ -87,7 +87,7 @@ def _agree_on_operators(store: dist.Store, rank: int, size: int) -> None:
     if other := [n for n, name in enumerate(theirs) if name != mine]:
         raise RuntimeError(
             f"operators are {mine} on rank {rank} and {theirs[other[0]]} on rank {other[0]}: the ranks need machines "
-            "of one kind, with g++ and AVX2 on all of them or on none"
+            "of one kind: one architecture of GPUs, or g++ and AVX2 on all of them or on none"
         )
     backend.choose(mine)
 

@@ -144,6 +144,20 @@ def mixer_entries(kind: type, model: Path, sizes: dict) -> dict[str, list]:
     return found
 
 
+def states(policy: torch.nn.Module) -> dict[str, object]:
+    """Names of TransformerEngine's states, with and without which it loads; whether an unknown name is refused."""
+    kept = policy.state_dict()
+    names = [name for name in kept if "_extra_state" in name]
+    theirs = {name: torch.arange(7, dtype=torch.uint8) for name in names}
+    for loaded in (kept, kept | theirs, {name: t for name, t in kept.items() if name not in theirs}):
+        policy.load_state_dict(loaded)
+    try:
+        policy.load_state_dict(kept | {"decoder.final_norm.other_state": torch.zeros(1)})
+    except RuntimeError as error:
+        return {"names": names, "refused": "other_state" in str(error)}
+    return {"names": names, "refused": False}
+
+
 def run(step: dict, out: Path) -> None:
     model, sizes = Path(step["model"]), step.get("sizes", {})
     if step["kind"] == "mixers":
@@ -164,6 +178,8 @@ def run(step: dict, out: Path) -> None:
             save(policy, step["to"], step.get("metadata", {}))
     if "entries" in step:
         (out / f"{step['entries']}.{dist.get_rank()}.json").write_text(json.dumps(entries(policy, step["metadata"])))
+    if "states" in step:
+        (out / step["states"]).write_text(json.dumps(states(policy)))
     if "export" in step:
         weights.export(step["export"], model)
     if "assemble" in step:

@@ -63,7 +63,7 @@ def one(models, tmp_path_factory) -> Path:
             to_megatron(model, source, sizes_of_eight(name), naming)
             common = {"kind": kind, "model": model, "from": source}
             if kind == "learner":
-                steps.append(common | {"assemble": f"{name}.safetensors"})
+                steps.append(common | {"assemble": f"{name}.safetensors", "states": f"{name}.states.json"})
             for form, metadata in FORMS.items():
                 saved = f"{name}_{form}_{kind}"
                 steps.append(common | {"to": out / saved, "metadata": metadata})
@@ -101,6 +101,27 @@ def many(request, models, one, tmp_path_factory) -> Path:
 def test_megatron_loads_what_convert_writes(models, one, name):
     assert same_bits(load_file(one / f"{name}.safetensors"), read(models[name]))
     assert not same_bits(load_file(one / f"{name}.safetensors"), read(models["qwen2" if name == "moe" else "moe"]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_dicts_have_the_states_of_transformer_engine_and_load_with_any(one, name):
+    found = json.loads((one / f"{name}.states.json").read_text())
+    layers = {"moe": "*E" * 2, "qwen2": "*-" * 2, "hybrid": "M*-EMEM"}[name]
+    norms = ("q_layernorm", "k_layernorm") if name == "moe" else ()
+    attention = [f"self_attention.{x}" for x in ("linear_qkv", "core_attention", "linear_proj", *norms)]
+    experts = ["pre_mlp_layernorm", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"]
+    if name == "hybrid":
+        experts += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    modules = {
+        "M": ["mixer.in_proj", "mixer.out_proj"],
+        "*": attention,
+        "-": ["mlp.linear_fc1", "mlp.linear_fc2"],
+        "E": experts,
+    }
+    wanted = [f"decoder.layers.{i}.{module}" for i, kind in enumerate(layers) for module in modules[kind]]
+    wanted += ["decoder.final_norm", "output_layer"]
+    assert sorted(found["names"]) == sorted(f"{module}._extra_state" for module in wanted)
+    assert found["refused"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -3,10 +3,42 @@
 With TRITON_INTERPRET=1 all tests here are of the Triton form, on a CPU.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_rlzero.kernels import backend, compiler
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patched_once():
+    """The interpreter replaces the language's functions at every call within a kernel; once a launch is enough."""
+    if not backend.INTERPRETED:
+        yield
+        return
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch, scopes = interpreter._patch_lang, {}
+
+    def patch_once(function):
+        seen = frozenset(
+            id(value) for value in function.__globals__.values() if value is language or value is language.core
+        )
+        outermost = not scopes
+        if not any(seen <= key for key in scopes):
+            scopes[seen] = patch(function)
+        return SimpleNamespace(restore=restore) if outermost else None
+
+    def restore():
+        for scope in reversed(scopes.values()):
+            scope.restore()
+        scopes.clear()
+
+    interpreter._patch_lang = patch_once
+    yield
+    interpreter._patch_lang = patch
 
 
 def pytest_collection_modifyitems(items):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels.activation import silu_and_mul, squared_relu
-from megatron_rlzero.kernels.experts import combine, grouped_linear, mlp
+from megatron_rlzero.kernels.experts import combine, grouped_linear, mlp, permute, unpermute
 from tests.kernels.checks import BF16, DTYPES, FP32, INTERPRETED, dependent_rows, error, errors, rounded_once, tolerance
 
 
@@ -62,6 +62,23 @@ def test_a_row_does_not_depend_on_the_other_rows_and_experts(dtype):
         x = torch.randn(50, 96).to(dtype)
         assert dependent_rows(middle, x) == []
         assert torch.equal(middle(x), grouped_linear(x, weights[1:2], [50]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (5, 2), (33, 8), (0, 2)])
+def test_permuted_rows_and_their_gradients(dtype, tokens, k):
+    slots, x = torch.randperm(tokens * k).view(tokens, k), torch.randn(tokens, 100).to(dtype).requires_grad_()
+    rows = permute(x, slots)
+    for token in range(tokens):
+        assert torch.equal(rows[slots[token]], x[token].expand(k, -1))
+    assert torch.equal(unpermute(rows, slots), x[:, None].expand(-1, k, -1))
+    grad = torch.randn(tokens * k, 100).to(dtype)
+    (found,) = torch.autograd.grad(rows, x, grad)
+    assert torch.equal(found, combine(grad[slots], torch.ones(tokens, k)))  # from the first expert on, rounded once
+    rows = torch.randn(tokens * k, 100).to(dtype).requires_grad_()
+    grad = torch.randn(tokens, k, 100).to(dtype)
+    (found,) = torch.autograd.grad(unpermute(rows, slots), rows, grad)
+    assert torch.equal(found[slots], grad)
 
 
 def combine_oracle(outputs, probabilities):

@@ -112,7 +112,7 @@ def test_another_dtype_is_refused():
 
 
 def test_the_choice(monkeypatch):
-    with pytest.raises(ValueError, match="operators = other: expected is one of native, torch"):
+    with pytest.raises(ValueError, match="operators = other: expected is sm_N, or one of native, torch"):
         backend.choose("other")
     assert backend.backend() == ("native" if compiler.usable() else "torch")
     inputs = make([20])
@@ -122,6 +122,22 @@ def test_the_choice(monkeypatch):
     if compiler.usable():
         backend.choose("native")
         assert torch.equal(attention(*inputs, [20], 0.2), native.attention(*inputs, [20], 0.2))
+
+
+def test_a_gpu_of_another_architecture_is_refused(monkeypatch):
+    with pytest.raises(RuntimeError, match="operators = sm_90 and no GPU here"):
+        backend.choose("sm_90")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert backend.backend() == "sm_80"  # its tiles are the nearest below
+    with pytest.raises(RuntimeError, match="operators = sm_90 and a GPU of sm_80 here"):
+        backend.choose("sm_90")
+    backend.choose("sm_80")
+    assert not backend.native(torch.zeros(1))
+    tiles.gpu.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(RuntimeError, match=r"capability 7\.5; there are some for 8\.0, 9\.0, 10\.0"):
+        backend.choose("sm_75")
 
 
 def test_without_a_compiler(monkeypatch):

@@ -4,6 +4,10 @@ import json
 import socket
 
 import pytest
+from vllm.config import AttentionConfig, CompilationMode, CUDAGraphMode
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation import server
@@ -41,6 +45,20 @@ def test_prefixes_of_hybrids_are_not_cached(tmp_path):
         hf = {"model_type": "nemotron_h", "hybrid_override_pattern": layers}
         flags = server.flags(configuration(tmp_path, "aligned", 1, hf), 1)
         assert ("--enable-prefix-caching" in flags) == cached
+
+
+@pytest.mark.parametrize("kernels", ["aligned", "stock"])
+def test_flags_on_gpus_are_ones_that_vllm_has(tmp_path, monkeypatch, kernels):
+    monkeypatch.setattr(server, "cpu_build", lambda: False)
+    flags = server.flags(configuration(tmp_path, kernels, 2, {"num_experts": 8}), 1)
+    chosen = make_arg_parser(FlexibleArgumentParser()).parse_args(flags)
+    compilation = chosen.compilation_config
+    attention = AttentionConfig(backend=chosen.attention_backend)
+    assert (attention.backend == AttentionBackendEnum.CUSTOM) == (kernels == "aligned")
+    assert (compilation.mode == CompilationMode.NONE) == (kernels == "aligned")
+    assert (compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) == (kernels == "aligned")
+    assert chosen.disable_custom_all_reduce == (kernels == "aligned")
+    assert not chosen.enforce_eager
 
 
 def test_environment(tmp_path, monkeypatch):
