@@ -14,8 +14,10 @@ demo: venv
 # two at a time, each file by one worker: most tests wait for processes of one thread each; the long files come first
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# the second time every Triton kernel, interpreted
 test: venv
 	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
 test-full: venv
 	$(PYTEST) -m "not real"

@@ -19,8 +19,8 @@ KEYS = 128
 QUERIES = 256
 #: The vocabulary is summed in blocks of this many ids, counted from id 0, then by a halving tree.
 VOCABULARY = 128
-#: Elements of fp32 logits that exist at one time.
-LOGITS = 2**22
+#: Elements of fp32 logits that exist at one time; on a GPU, where every time reads the whole head.
+LOGITS, GPU_LOGITS = 2**22, 2**27
 
 #: Tokens of a chunk of the Mamba scan, counted from position 0 of a sequence; the state moves over whole chunks only.
 CHUNK = 32

@@ -18,7 +18,8 @@ from megatron_rlzero.kernels.segments import bounds_of, most_tiles, segment_of, 
 @triton.jit(do_not_specialize=["every"])
 def _rows_times_weights(
     x, weights, out, bounds, tile_bounds, order, experts, n, k, every, x_row, w_row, w_column, out_row,
-    GATHERED: tl.constexpr, SCATTERED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    GATHERED: tl.constexpr, SCATTERED: tl.constexpr, ALIGNED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile < tl.load(tile_bounds + experts):
@@ -29,6 +30,8 @@ def _rows_times_weights(
         pair = tl.load(order + row, mask=real, other=0) if GATHERED or SCATTERED else row
         source = pair // every if GATHERED else row
         weight = tl.load(weights + expert).to(tl.pointer_type(x.dtype.element_ty))
+        if ALIGNED:
+            weight = tl.multiple_of(weight, 16)  # else the compiler reads each number by itself
         x_at = x + source.to(tl.int64)[:, None] * x_row + inner[None, :]
         w_at = weight + left.to(tl.int64) * w_row
         of_w = inner[:, None] * w_column + column[None, :] * w_row
@@ -155,17 +158,21 @@ def combine_gradients(outputs: Tensor, probabilities: Tensor, grad: Tensor) -> t
     return to_outputs, to_probabilities
 
 
-def _addresses(weights: Sequence[Tensor] | Tensor) -> Tensor:
-    """int64 [experts], where each weight begins in memory; that of one tensor is computed on the device."""
+def _addresses(weights: Sequence[Tensor] | Tensor) -> tuple[Tensor, bool]:
+    """int64 [experts], where each weight begins in memory, and whether all of them do at multiples of 16 bytes.
+
+    Those of one tensor are computed on the device.
+    """
     if isinstance(weights, Tensor):
-        step = weights.stride(0) * weights.element_size()
-        return torch.arange(len(weights), device=weights.device) * step + weights.data_ptr()
-    return torch.tensor([w.data_ptr() for w in weights]).to(weights[0].device, non_blocking=True)
+        first, step = weights.data_ptr(), weights.stride(0) * weights.element_size()
+        return torch.arange(len(weights), device=weights.device) * step + first, not (first % 16 or step % 16)
+    known = [w.data_ptr() for w in weights]
+    return torch.tensor(known).to(weights[0].device, non_blocking=True), not any(address % 16 for address in known)
 
 
 def _product(
     x: Tensor,
-    addresses: Tensor,
+    where: tuple[Tensor, bool],
     weight: Tensor,
     bounds: Tensor,
     out: Tensor,
@@ -176,6 +183,7 @@ def _product(
     """Fills ``out`` with rows of x times their expert's weight, transposed.
 
     Args:
+        where: the weights' ``_addresses``.
         weight: [n, k], one whose strides are those of all.
         bounds: int32 [experts + 1], rows of each expert.
         order: int64 [rows]: row i is the one of the pair ``order[i]`` of token and slot.
@@ -184,12 +192,12 @@ def _product(
     """
     if not out.numel():
         return
-    (n, k), experts, tile = weight.shape, len(addresses), tiles.gpu(x.device).product_of(x.dtype)
-    rows = len(out)
+    (addresses, aligned), (n, k), tile = where, weight.shape, tiles.gpu(x.device).product_of(x.dtype)
+    rows, experts = len(out), len(addresses)
     grid = (most_tiles(rows, experts, tile.m), triton.cdiv(n, tile.n))
     sizes = {"M": tile.m, "N": tile.n, "K": tile.k}
     _rows_times_weights[grid](
         x, addresses, out, bounds, tile_bounds(bounds, tile.m), bounds if order is None else order,
         experts, n, k, max(gathered, 1), x.stride(0), *weight.stride(), out.stride(0),
-        GATHERED=gathered > 0, SCATTERED=scattered, **sizes, **gpu.options(tile),
+        GATHERED=gathered > 0, SCATTERED=scattered, ALIGNED=aligned, **sizes, **gpu.options(tile),
     )  # fmt: skip

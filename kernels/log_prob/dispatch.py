@@ -77,7 +77,7 @@ class _LogProb(torch.autograd.Function):
             )
         shard, form = Shard(first, vocab_size, temperature, group if ranks > 1 else None), _form(hidden)
         found = torch.empty(3, hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        for rows in _chunks(hidden.shape[0], vocab_size):
+        for rows in _chunks(hidden, vocab_size):
             values = form.values(linear(hidden[rows], weight), targets[rows], shard)
             for row, part in zip(found, values, strict=True):
                 row[rows] = part
@@ -95,7 +95,7 @@ class _LogProb(torch.autograd.Function):
         form = _form(hidden)
         grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in _chunks(hidden.shape[0], shard.vocab_size):
+        for rows in _chunks(hidden, shard.vocab_size):
             logits = linear(hidden[rows], weight)
             d = form.gradient(logits, targets[rows], shard, normalisers[rows], grad[rows])
             grad_hidden[rows] = sliced_product(d, weight, slices)
@@ -104,7 +104,8 @@ class _LogProb(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *(None,) * 6
 
 
-def _chunks(tokens: int, vocab_size: int) -> Iterator[slice]:
-    """Row slices, multiples of tiles.ROWS, whose fp32 logits over all ranks stay within tiles.LOGITS elements."""
-    step = max(tiles.LOGITS // vocab_size // tiles.ROWS, 1) * tiles.ROWS
+def _chunks(hidden: Tensor, vocab_size: int) -> Iterator[slice]:
+    """Row slices, multiples of tiles.ROWS, whose fp32 logits over all ranks stay within a number of elements."""
+    most = tiles.LOGITS if hidden.device.type == "cpu" else tiles.GPU_LOGITS
+    tokens, step = len(hidden), max(most // vocab_size // tiles.ROWS, 1) * tiles.ROWS
     return (slice(i, min(i + step, tokens)) for i in range(0, tokens, step))

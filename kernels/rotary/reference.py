@@ -18,13 +18,14 @@ def rotary_table(
         scaling: see ``llama3_frequencies``; None for frequencies as they are.
 
     Returns:
-        fp32 [length, 2, dim // 2]: cos at index 0, sin at index 1.
+        fp32 [length, 2, dim // 2] on ``device``, by default torch's: cos at index 0, sin at index 1. Computed in host
+        memory, by one library for all devices.
     """
-    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if scaling is not None:
         frequency = llama3_frequencies(frequency, *scaling)
-    angle = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequency
-    return torch.stack((angle.cos(), angle.sin()), dim=1).float()
+    angle = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * frequency
+    return torch.stack((angle.cos(), angle.sin()), dim=1).float().to(device or torch.get_default_device())
 
 
 def llama3_frequencies(frequency: Tensor, factor: float, low: float, high: float, original_length: float) -> Tensor:

@@ -101,7 +101,7 @@ def check_parameters(model: Module, hf: dict[str, Any], read: Callable[[str], Te
         if piece.local not in found:
             raise RuntimeError(f"the engine's model has no parameter {piece.local}, which the table of its family has")
         parameter = found[piece.local]
-        expected = read(piece.tensor)[piece.box.slices]
+        expected = read(piece.tensor)[piece.box.slices].to(parameter.device)  # which has its own exponential
         if piece.transform is not None:
             expected = TRANSFORMS[piece.transform](expected)
         expected = expected.to(parameter)

@@ -197,6 +197,7 @@ def transformer_config(config: Config, architecture: dict[str, Any]) -> Transfor
         apply_rope_fusion=False,
         persist_layer_norm=False,
         batch_p2p_comm=torch.cuda.is_available(),
+        deterministic_mode=config.kernels == "aligned",  # the embedding's gradient, which else has no order on a GPU
     )
 
 

@@ -106,12 +106,13 @@ def test_megatron_loads_what_convert_writes(models, one, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_state_dicts_have_the_states_of_transformer_engine_and_load_with_any(one, name):
     found = json.loads((one / f"{name}.states.json").read_text())
-    layers = {"moe": "*E" * 2, "qwen2": "*-" * 2, "hybrid": "M*-EMEM"}[name]
+    layers = {"moe": "*E" * 3, "qwen2": "*-" * 3, "hybrid": "M*-EMEM"}[name]
     norms = ("q_layernorm", "k_layernorm") if name == "moe" else ()
     attention = [f"self_attention.{x}" for x in ("linear_qkv", "core_attention", "linear_proj", *norms)]
     experts = ["pre_mlp_layernorm", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"]
     if name == "hybrid":
-        experts += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+        experts += [f"mlp.{x}" for x in ("fc1_latent_proj", "fc2_latent_proj")]
+        experts += [f"mlp.shared_experts.{x}" for x in ("linear_fc1", "linear_fc2")]
     modules = {
         "M": ["mixer.in_proj", "mixer.out_proj"],
         "*": attention,

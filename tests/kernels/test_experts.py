@@ -65,6 +65,18 @@ def test_a_row_does_not_depend_on_the_other_rows_and_experts(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_anywhere_in_memory(dtype):
+    """Not at a multiple of the 16 bytes that are read at once."""
+    x, weights = torch.randn(20, 64).to(dtype), torch.randn(3, 32, 64).to(dtype)
+    moved = torch.empty(weights.numel() + 1, dtype=dtype)[1:].view_as(weights).copy_(weights)
+    wanted = grouped_linear(x, weights.unbind(), [7, 0, 13])
+    assert torch.equal(grouped_linear(x, moved.unbind(), [7, 0, 13]), wanted)
+    assert torch.equal(grouped_linear(x, [weights[0], *moved[1:]], [7, 0, 13]), wanted)
+    experts, w2 = torch.randint(0, 3, (20, 2)), torch.randn(3, 64, 32).to(dtype)
+    assert torch.equal(mlp(x, experts, moved, w2, False), mlp(x, experts, weights, w2, False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "k"), [(1, 1), (5, 2), (33, 8), (0, 2)])
 def test_permuted_rows_and_their_gradients(dtype, tokens, k):
     slots, x = torch.randperm(tokens * k).view(tokens, k), torch.randn(tokens, 100).to(dtype).requires_grad_()
