@@ -140,11 +140,11 @@ GPUS[100] = replace(
 )
 
 
-#: of the interpreter, whose time is that of the elements in a tile
+#: of the interpreter, whose time is that of the operations on tiles, and of the elements where they are many
 SMALL = replace(
     _AMPERE,
-    product=Tile(m=16, n=32, k=64),
-    product_fp32=Tile(m=16, n=32, k=32),
+    product=Tile(m=32, n=64, k=64),
+    product_fp32=Tile(m=32, n=64, k=32),
     router=Tile(m=16),
     attention=Tile(m=128, n=64, split=128),
     attention_fp32=Tile(m=128, n=64, split=128),
