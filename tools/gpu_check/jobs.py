@@ -11,7 +11,20 @@ from typing import Any
 import torch
 
 from megatron_rlzero.kernels import backend
-from tools.gpu_check import clock, dense, documents, graphs, mixture, ranks, rows, schedules, timed, times, values
+from tools.gpu_check import (
+    clock,
+    dense,
+    documents,
+    graphs,
+    mixture,
+    ranks,
+    rows,
+    schedules,
+    steps,
+    timed,
+    times,
+    values,
+)
 from tools.gpu_check.case import Operator
 from tools.gpu_check.environment import environment
 from tools.gpu_check.sequences import packed
@@ -45,7 +58,12 @@ class Job:
 def jobs() -> Iterator[Job]:
     """What is timed comes last, and only on a GPU."""
     yield Job("environment", "", "", "", lambda: [environment()])
-    made = [*dense.operators(), *mixture.operators(), *((name, name, partial(_packed, name)) for name in LOOKING_BACK)]
+    made = [
+        *dense.operators(),
+        *mixture.operators(),
+        *steps.operators(),
+        *((name, name, partial(_packed, name)) for name in LOOKING_BACK),
+    ]
     for folder in FOLDERS:
         for label, dtype in DTYPES.items():
             for _, name, make in (entry for entry in made if entry[0] == folder):

@@ -56,21 +56,24 @@ def results(groups: Sequence[Sequence[str]], workers: int, begin_before: float, 
                     worker.left, worker.since = worker.left[1:], time.monotonic()
                     yield result
                     continue
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     worker.process.join()
                     why = f"the process ended with exit status {worker.process.exitcode}"
+                    failed = worker.process.exitcode not in (0, SPENT)
             elif time.monotonic() > end or time.monotonic() - worker.since > PATIENCE:
                 worker.process.kill()
                 worker.process.join()
                 why = f"ended after {time.monotonic() - worker.since:.0f} s"
+                failed = time.monotonic() <= end
             else:
                 continue
             active.remove(worker)
             worker.here.close()
-            late, left = time.monotonic() > begin_before, worker.left
-            if left and not late and worker.process.exitcode != SPENT:
-                yield unfinished(left.pop(0), False, why)
-            if late:
+            left = worker.left
+            if left and failed:
+                yield unfinished(left[0], False, why)
+                left = left[1:]
+            if time.monotonic() > begin_before:
                 yield from (unfinished(key, None, "no time was left") for key in left)
             elif left:
                 waiting.insert(0, left)

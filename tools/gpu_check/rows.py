@@ -27,14 +27,13 @@ if INTERPRETED:
 def check(operator: Operator) -> list[dict[str, Any]]:
     """The promises of an operator by itself, each with the comparison that must fail."""
     with poisoned():
-        checks = []
+        checks, call = _memory(operator), operator.bits or operator.call
         if operator.per_row:
-            call = operator.bits or operator.call
             checks.append(_rows(call, operator).result("rows in every batch", _noticed(operator, call)))
-            if operator.library:
-                name, library = operator.library
-                checks.append(_rows(library, operator).beside(f"rows in every batch, {name}"))
-        return [*checks, *_memory(operator)]
+    if operator.library:
+        name, library = operator.library
+        checks.append(_rows(library, operator).beside(f"rows in every batch, {name}"))
+    return checks
 
 
 def _noticed(operator: Operator, call: Call) -> int:
