@@ -1,4 +1,7 @@
-"""What all Triton kernels share: dot, rounding, and launches that contract no product with a sum."""
+"""What all Triton kernels share: dot, rounding, and launches that contract no product with a sum.
+
+Tokens are counted along the first dimension of a grid: the others go up to 65,535 (CUDA C++ Programming Guide).
+"""
 
 from functools import lru_cache
 

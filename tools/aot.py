@@ -74,7 +74,7 @@ def compiling(capability: int) -> Iterator[dict[tuple, Any]]:
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found[self.fn.__module__, self.fn.__name__, kernel.hash] = (kernel, kwargs)
+        found[self.fn.__module__, self.fn.__name__, kernel.hash] = (kernel, kwargs, tuple(grid))
         return kernel
 
     previous = triton.runtime.driver._active if hasattr(triton.runtime.driver, "_active") else None
@@ -93,7 +93,14 @@ def compiled(call: Callable[[], Any], capability: int) -> list[Compiled]:
     """What the launches of ``call`` take."""
     with compiling(capability) as found:
         call()
-    return [_read(module, name, capability, *kernel) for (module, name, _), kernel in found.items()]
+    return [_read(module, name, capability, *kernel) for (module, name, _), (*kernel, _) in found.items()]
+
+
+def grids(call: Callable[[], Any], capability: int) -> dict[str, tuple[int, ...]]:
+    """Programs along each dimension of the launches of ``call``."""
+    with compiling(capability) as found:
+        call()
+    return {f"{module}.{name}": grid for (module, name, _), (_, _, grid) in found.items()}
 
 
 def _read(module: str, name: str, capability: int, kernel: Any, kwargs: dict[str, Any]) -> Compiled:

@@ -19,7 +19,7 @@ def sigmoid(x):
 
 @triton.jit
 def _silu_and_mul(x, out, width, x_row, out_row, SIZE: tl.constexpr):
-    row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     gate = tl.load(x + row * x_row + at, mask=at < width, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + width + at, mask=at < width, other=0.0).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
@@ -28,7 +28,7 @@ def _silu_and_mul(x, out, width, x_row, out_row, SIZE: tl.constexpr):
 
 @triton.jit
 def _silu_and_mul_gradient(x, grad, out, width, x_row, grad_row, out_row, SIZE: tl.constexpr):
-    row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = at < width
     gate = tl.load(x + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + width + at, mask=inside, other=0.0).to(tl.float32)
@@ -41,7 +41,7 @@ def _silu_and_mul_gradient(x, grad, out, width, x_row, grad_row, out_row, SIZE: 
 
 @triton.jit
 def _squared_relu(x, grad, out, width, x_row, grad_row, out_row, GRADIENT: tl.constexpr, SIZE: tl.constexpr):
-    row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     value = tl.load(x + row * x_row + at, mask=at < width, other=0.0).to(tl.float32)
     value = tl.where(value < 0.0, 0.0, value)  # NaN stays
     if GRADIENT:
@@ -85,6 +85,6 @@ def _launch(kernel: triton.JITFunction, shape: torch.Size, *rows: Tensor, **cons
     """``shape``: rows and elements of each that the programs go over."""
     count, width = shape
     if count * width:
-        grid = (triton.cdiv(width, BLOCK), count)
+        grid = (count, triton.cdiv(width, BLOCK))
         strides = (x.stride(0) for x in rows)
         kernel[grid](*rows, width, *strides, SIZE=BLOCK, **constants, **gpu.options(tiles.gpu(rows[0].device).row))

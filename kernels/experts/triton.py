@@ -69,7 +69,7 @@ def _weight_gradients(
 
 @triton.jit
 def _combine(outputs, probabilities, out, slots, width, SIZE: tl.constexpr):
-    token, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros((SIZE,), dtype=tl.float32)
     for slot in range(slots):
         y = tl.load(outputs + (token * slots + slot) * width + at, mask=at < width, other=0.0).to(tl.float32)
@@ -139,7 +139,7 @@ def combine(outputs: Tensor, probabilities: Tensor) -> Tensor:
     out = outputs.new_empty(tokens, width)
     if out.numel():
         size = min(triton.next_power_of_2(width), 1024)
-        grid = (triton.cdiv(width, size), tokens)
+        grid = (tokens, triton.cdiv(width, size))
         _combine[grid](outputs, probabilities, out, slots, width, SIZE=size, **gpu.options(tile))
     return out
 

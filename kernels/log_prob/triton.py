@@ -22,7 +22,7 @@ def _blocks(
     logits, out, ids, real, blocks, temperature, row_stride, out_kind,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    row, block = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(logits + row * row_stride + at, mask=at < real, other=float("-inf")).to(tl.float32)
     x = tl.div_rn(x, temperature + tl.zeros((BLOCKS, BLOCK), dtype=tl.float32))
@@ -40,7 +40,7 @@ def _blocks(
 def _gradient(
     logits, targets, normalisers, grad, out, ids, real, first, temperature, row_stride, SIZE: tl.constexpr
 ):  # fmt: skip
-    row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits + row * row_stride + at, mask=at < real, other=float("-inf")).to(tl.float32)
     x = tl.div_rn(x, temperature + tl.zeros((SIZE,), dtype=tl.float32))
     d = -tl.exp(x - tl.load(normalisers + row)) + tl.where(at + first == tl.load(targets + row), 1.0, 0.0)
@@ -66,7 +66,7 @@ def gradient(logits: Tensor, targets: Tensor, shard: Shard, normalisers: Tensor,
     (rows, ids), size = logits.shape, tiles.VOCABULARY * BLOCKS
     if out.numel():
         sizes = (ids, _real(logits, shard), shard.first, shard.temperature, logits.stride(0))
-        _gradient[(triton.cdiv(ids, size), rows)](
+        _gradient[(rows, triton.cdiv(ids, size))](
             logits, targets, normalisers, grad, out, *sizes, SIZE=size, **_options(logits)
         )
     return out
@@ -92,7 +92,7 @@ def _statistics(logits: Tensor, shard: Shard) -> tuple[Tensor, Tensor, Tensor]:
     if found.numel():
         sizes = (ids, _real(logits, shard), blocks, shard.temperature, logits.stride(0), found.stride(0))
         constants = {"BLOCK": tiles.VOCABULARY, "BLOCKS": BLOCKS}
-        _blocks[(triton.cdiv(blocks, BLOCKS), rows)](logits, found, *sizes, **constants, **_options(logits))
+        _blocks[(rows, triton.cdiv(blocks, BLOCKS))](logits, found, *sizes, **constants, **_options(logits))
     peaks, sums, moments = found
     peak = shard.reduce(peaks.amax(dim=1), dist.ReduceOp.MAX)
     distance = peaks - peak[:, None]

@@ -78,9 +78,9 @@ def _weight_gradient(
     x_token, x_group, gate_token, gate_group, grad_token, grad_group,
     GATED: tl.constexpr, LEVELS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    chunk, group = tl.program_id(2), tl.program_id(1)
+    chunk, group = tl.program_id(0), tl.program_id(1)
     token = chunk.to(tl.int64) * (1 << LEVELS) + tl.arange(0, 1 << LEVELS)
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    at = tl.program_id(2) * SIZE + tl.arange(0, SIZE)
     inside = (token[:, None] < tokens) & (at[None, :] < width)
     z = tl.load(x + (token * x_token + group * x_group)[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
     if GATED:
@@ -124,7 +124,7 @@ def gradients(
             x, beside, weight, scale, grad, *results, *sizes, *strides, _by_group(weight, width),
             **constants, **_options(x),
         )  # fmt: skip
-        grid = (triton.cdiv(width, COLUMNS), groups, len(chunks))
+        grid = (len(chunks), groups, triton.cdiv(width, COLUMNS))
         constants = {"GATED": gate is not None, "LEVELS": tiles.ROWS.bit_length() - 1, "SIZE": COLUMNS}
         sizes = (tokens, groups, width)
         _weight_gradient[grid](x, beside, scale, grad, chunks, *sizes, *strides, **constants, **_options(x))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels import backend, tiles
-from tools.aot import SHARED, compiled
+from tools import aot_calls
+from tools.aot import SHARED, compiled, grids
 from tools.aot_calls import calls
 
 pytestmark = pytest.mark.skipif(backend.INTERPRETED, reason="the interpreter compiles nothing")
@@ -33,6 +34,14 @@ def test_every_kernel_fits(capability, dtype):
             if kernel.matrix:
                 seen.add(kernel.kernel)
     assert seen == (set(PRODUCTS) if dtype == torch.bfloat16 else set())  # fp32 is never rounded to TF32
+
+
+def test_grids_of_many_tokens_are_ones_that_a_gpu_takes(monkeypatch):
+    monkeypatch.setattr(aot_calls, "TOKENS", 2**17)
+    for name, call in calls(torch.bfloat16):
+        for kernel, (x, *others) in grids(call, 90).items():
+            assert x < 2**31, (name, kernel)
+            assert all(count < 2**16 for count in others), (name, kernel, others)
 
 
 def test_spills_and_shared_memory_are_noticed(monkeypatch):

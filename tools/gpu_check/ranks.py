@@ -1,4 +1,4 @@
-"""Bits of what one of several ranks computes: columns and slices of a layer, heads, groups, channels, experts."""
+"""Bits of what one of several ranks computes, columns, slices, heads, groups, channels, experts; and of an engine."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +11,7 @@ from megatron_rlzero.kernels.attention import attention
 from megatron_rlzero.kernels.conv1d import causal_conv1d
 from megatron_rlzero.kernels.experts import grouped_linear, mlp
 from megatron_rlzero.kernels.linear import linear
+from megatron_rlzero.kernels.log_prob import log_prob, log_softmax
 from megatron_rlzero.kernels.mamba import scan
 from megatron_rlzero.kernels.norm import gated_group_norm
 from megatron_rlzero.kernels.reduction import sliced_product, tree
@@ -102,6 +103,20 @@ def _experts(dtype: torch.dtype) -> Cases:
     yield "tokens in another order", mlp(x.flip(0), experts.flip(0), w13, w2).flip(0), y, other
 
 
+def _log_prob(dtype: torch.dtype) -> Cases:
+    """The learner's head is padded; the engine's logits are a part of padded ones, or as wide as the vocabulary."""
+    few = min(S.rows, 64)
+    for vocabulary in (S.vocabulary, S.vocabulary // 5):
+        hidden, head = randn(few, S.hidden, dtype=dtype), randn(S.padded, S.hidden, dtype=dtype, scale=S.hidden**-0.5)
+        targets = torch.randint(0, vocabulary, (few,), device=DEVICE)
+        learner, other = (log_prob(hidden, head, targets, n, 0.7)[0] for n in (vocabulary, vocabulary - 1))
+        logits = linear(hidden, head)[:, :vocabulary]
+        for what, given in (("part of padded logits", logits), ("contiguous logits", logits.contiguous())):
+            engine = log_softmax(given, 0.7).gather(1, targets[:, None])[:, 0]
+            yield f"{what}, {vocabulary} ids", engine, learner, other
+
+
 FOLDERS: dict[str, Callable[[torch.dtype], Cases]] = {
     "linear": _linear, "norm": _norm, "attention": _attention, "conv1d": _conv, "mamba": _scan, "experts": _experts,
+    "log_prob": _log_prob,
 }  # fmt: skip
