@@ -35,6 +35,7 @@ GPU_FLAGS = {
     "attention-backend": "CUSTOM",
     "compilation-config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "disable-custom-all-reduce": True,
+    "async-scheduling": False,  # as on CPUs, where all of it was tested
     "all2all-backend": "allgather_reducescatter",
 }
 #: seconds between SIGTERM and SIGKILL

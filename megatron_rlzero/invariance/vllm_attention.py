@@ -57,7 +57,7 @@ class InvariantAttentionImpl(AttentionImpl[Step], Counted):
     ) -> Tensor:
         """Writes ``output`` and the cache; see AttentionImpl."""
         if attn_metadata is None:  # vLLM measures memory
-            return output
+            return output.zero_()
         self.used()
         n = attn_metadata.tokens
         blocks, heads, size, width = kv_cache.shape

@@ -59,7 +59,13 @@ def initialise_distributed(config: Config) -> tuple[torch.device, dist.Store]:
         add(config.model.family)
     gpu = torch.cuda.is_available()
     if gpu:
-        torch.cuda.set_device(dist.get_node_local_rank(0))
+        local, count = dist.get_node_local_rank(0), torch.cuda.device_count()
+        if local >= count:
+            raise RuntimeError(
+                f"rank {local} of this machine has no GPU, of which torch finds {count}: lower learner.world_size, or "
+                "start fewer ranks here"
+            )
+        torch.cuda.set_device(local)
     else:
         if config.kernels == "aligned":
             os.environ.update(libraries.settings())

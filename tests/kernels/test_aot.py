@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels import backend, tiles
+from megatron_rlzero.kernels.log_prob import log_softmax
 from tools import aot_calls
-from tools.aot import SHARED, compiled, grids
+from tools.aot import SHARED, compiled, compiling, grids
 from tools.aot_calls import calls
 
 pytestmark = pytest.mark.skipif(backend.INTERPRETED, reason="the interpreter compiles nothing")
@@ -42,6 +43,20 @@ def test_grids_of_many_tokens_are_ones_that_a_gpu_takes(monkeypatch):
         for kernel, (x, *others) in grids(call, 90).items():
             assert x < 2**31, (name, kernel)
             assert all(count < 2**16 for count in others), (name, kernel, others)
+
+
+@pytest.mark.parametrize("capability", tiles.GPUS)
+def test_a_block_of_the_vocabulary_is_added_by_one_binary(capability):
+    """Its order must not follow from padding, from a rank's part, or from the number of rows."""
+
+    def logits(rows, ids, pitch):
+        return torch.empty(rows, pitch, dtype=torch.bfloat16, device="meta")[:, :ids]
+
+    with compiling(capability) as found:
+        for rows, ids, pitch in ((16, 32_001, 32_001), (17, 32_001, 32_128), (16, 151_936, 151_936), (1, 128, 128)):
+            log_softmax(logits(rows, ids, pitch))
+    kinds = [(module, name) for module, name, _ in found if "log_prob" in module]
+    assert len(kinds) == 1, kinds
 
 
 def test_spills_and_shared_memory_are_noticed(monkeypatch):

@@ -1,7 +1,7 @@
 """Checks every operator on one GPU: values against float64, bits that nothing may change, times beside torch's.
 
-Usage, in the checkout: ``python -m tools.gpu_check --out DIR``. It needs torch, triton and numpy, takes less than eight
-minutes, and leaves results.json and results.md in DIR. Exit status: 0 if every check was made and passed, 1 if not,
+Usage, in the checkout: ``python -m tools.gpu_check [--out DIR]``. It needs torch, triton and numpy, takes less than
+eight minutes, and leaves results.json and results.md in DIR. Exit status: 0 if every check was made and passed, 1 if not,
 2 if there is no GPU. With --interpret, or TRITON_INTERPRET=1, it checks tiny sizes on a CPU and times nothing.
 """
 
@@ -20,12 +20,16 @@ WORKERS = 6
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory of results.json and results.md; it is made")
+    out = Path("runs/gpu_check")
+    parser.add_argument("--out", type=Path, default=out, help="of results.json and results.md; made (%(default)s)")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds after which nothing begins (%(default)s)")
     parser.add_argument("--only", default="", help="folders of kernels/ with commas between, as in linear,norm")
     parser.add_argument("--workers", type=int, default=0, help=f"processes that check at a time ({WORKERS} on a GPU)")
     parser.add_argument("--interpret", action="store_true", help="tiny sizes under Triton's interpreter, on a CPU")
     options, begin = parser.parse_args(), time.monotonic()
+    if options.workers < 0:
+        parser.error(f"--workers {options.workers}: expected is a number of processes, or 0 for the default")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else torch refuses its own products beside poisoned memory
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, here and in other processes
 
@@ -45,7 +49,7 @@ def main() -> int:
     from tools.gpu_check.environment import asked
     from tools.gpu_check.jobs import FOLDERS, jobs
 
-    only = options.only.split(",") if options.only else FOLDERS
+    only = [name.strip() for name in options.only.split(",")] if options.only else FOLDERS
     if unknown := set(only) - set(FOLDERS):
         parser.error(f"--only {', '.join(unknown)}: expected are some of {', '.join(FOLDERS)}")
     shared = not INTERPRETED and "Exclusive" not in asked("compute_mode").get("compute_mode", "")

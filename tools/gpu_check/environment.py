@@ -36,11 +36,12 @@ def environment() -> dict[str, Any]:
 
 
 def asked(*fields: str) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; nothing where there is no such program, or where it fails."""
+    """What nvidia-smi says of the GPU that torch uses; nothing where there is no such program, or where it fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
-    command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    command = [program, "-i", uuid, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True)
     lines = said.stdout.splitlines()
     return dict(zip(fields, lines[0].split(", "), strict=False)) if said.returncode == 0 and lines else {}

@@ -1,6 +1,5 @@
 """What is measured: the largest relative error against float64, and in how many comparisons bits differ."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -41,7 +40,6 @@ def poisoned() -> Iterator[None]:
     Raises:
         RuntimeError: it does not.
     """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else torch refuses its own products within
     torch.use_deterministic_algorithms(True)
     try:
         if not (torch.utils.deterministic.fill_uninitialized_memory and torch.empty(999, device=DEVICE).isnan().all()):

@@ -1,6 +1,7 @@
 """Results as JSON, as tables in Markdown, and as a line each while they come in."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,17 @@ def write(directory: Path, results: Sequence[Result], settings: dict[str, Any]) 
     """results.json and results.md, also while some are missing."""
     skipped = [f"{r['part']}: {r['name']} {r['dtype']}".strip() for r in results if r["ok"] is None]
     found = {"ok": passed(results), "settings": settings, "skipped": skipped, "results": list(results)}
-    (directory / "results.json").write_text(json.dumps(found, indent=1))
+    (directory / "results.json").write_text(json.dumps(_valid(found), indent=1, allow_nan=False))
     (directory / "results.md").write_text("\n".join(_markdown(results, skipped)) + "\n")
+
+
+def _valid(found: Any) -> Any:
+    """JSON has no infinity and no NaN: they become strings."""
+    if isinstance(found, dict):
+        return {key: _valid(value) for key, value in found.items()}
+    if isinstance(found, list):
+        return list(map(_valid, found))
+    return str(found) if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def _markdown(results: Sequence[Result], skipped: list[str]) -> list[str]:
