@@ -78,7 +78,7 @@ def compiled(console: Console) -> list[Kernel]:
             bar.update(task, now=f"sm_{capability} {dtype} {name}")
             with aot.compiling(capability) as launches:
                 call()
-            for (module, kernel, key), (made, options) in launches.items():
+            for (module, kernel, key), (made, options, _) in launches.items():
                 if key not in known:
                     known[key] = aot._read(module, kernel, capability, made, options)
                 narrow = made.asm["ptx"].count("ld.global.b16")

@@ -1,8 +1,8 @@
 """Checks every operator on one GPU: values against float64, bits that nothing may change, times beside torch's.
 
 Usage, in the checkout: ``python -m tools.gpu_check [--out DIR]``. It needs torch, triton and numpy, takes less than
-eight minutes, and leaves results.json and results.md in DIR. Exit status: 0 if every check was made and passed, 1 if not,
-2 if there is no GPU. With --interpret, or TRITON_INTERPRET=1, it checks tiny sizes on a CPU and times nothing.
+eight minutes, and leaves results.json and results.md in DIR. Exit status: 0 if every check was made and passed, 1 if
+not, 2 if there is no GPU. With --interpret, or TRITON_INTERPRET=1, it checks tiny sizes on a CPU and times nothing.
 """
 
 import argparse
