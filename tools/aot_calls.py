@@ -20,9 +20,12 @@ from megatron_rlzero.kernels.norm import gated_group_norm, rms_norm
 from megatron_rlzero.kernels.rotary import apply_rotary
 from megatron_rlzero.kernels.router import gate, top_k
 from megatron_rlzero.kernels.tiles import CHUNK, KEYS
+from tools.published import Sizes
 
 #: Qwen3-30B-A3B; Nemotron-3-Nano has the gated norm, the squared ReLU and the sigmoid router (facts: their config.json)
-TOKENS, HIDDEN, HEADS, DIM, EXPERTS, TOP, WIDTH, VOCABULARY = 512, 2048, 32, 128, 128, 8, 768, 151_936
+TOKENS, QWEN = 512, Sizes("Qwen3-30B-A3B")
+HIDDEN, HEADS, DIM, VOCABULARY = QWEN.hidden, QWEN.heads, QWEN.dim, QWEN.vocabulary
+EXPERTS, TOP, WIDTH = QWEN.experts, QWEN.k, QWEN.width
 FP32, INT64, INT32 = torch.float32, torch.int64, torch.int32
 
 

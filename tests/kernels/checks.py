@@ -6,20 +6,14 @@ import torch
 from torch import Tensor
 
 from megatron_rlzero.kernels.backend import INTERPRETED
+from tools.gpu_check.measures import BF16_ROUNDING, FP32_TOLERANCE
+from tools.gpu_check.measures import tolerance as tolerance  # for the tests
 
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = (FP32, BF16)
-#: Largest relative error of rounding to bf16, which keeps 8 significant bits.
-BF16_ROUNDING = 2.0**-8
-FP32_TOLERANCE = 1e-5
 #: Batch sizes on both sides of vector widths and of the row tile; an interpreter is slow, and has no such code paths.
 SIZES = (7, 17) if INTERPRETED else (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 50)
 THREADS = (1,) if INTERPRETED else (1, 2)
-
-
-def tolerance(dtype: torch.dtype, roundings: int = 1) -> float:
-    """Relative to the largest element: fp32 arithmetic, and ``roundings`` to bf16 where the tensors have it."""
-    return FP32_TOLERANCE + (roundings * BF16_ROUNDING if dtype == BF16 else 0.0)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

@@ -58,6 +58,7 @@ def test_flags_on_gpus_are_ones_that_vllm_has(tmp_path, monkeypatch, kernels):
     assert (compilation.mode == CompilationMode.NONE) == (kernels == "aligned")
     assert (compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) == (kernels == "aligned")
     assert chosen.disable_custom_all_reduce == (kernels == "aligned")
+    assert chosen.async_scheduling == (False if kernels == "aligned" else None)
     assert not chosen.enforce_eager
 
 

@@ -38,7 +38,7 @@ assert backend.get_builder_cls()._cudagraph_support == AttentionCGSupport.ALWAYS
 for name in ("RMSNorm", "SiluAndMul", "Mixer2RMSNormGated", "RotaryEmbedding"):
     operator = op_registry_oot[name]
     chosen = operator.dispatch_forward(SimpleNamespace(forward_native="ours"), compile_native=True)
-    assert chosen == "ours" and not hasattr(operator, "__wrapped__")
+    assert chosen == "ours"
 print("installed")
 """
 

@@ -17,7 +17,7 @@ class Operator:
         per_row: the inputs of which each row belongs to the same row of the result; none if there are no rows.
         other: gives the values of ``call`` in another order, or with a fault; must not give its bits.
         bits: what is compared in bits, where that is more than ``call`` gives.
-        library: name and call of torch's own operator, whose bits are looked at for comparison.
+        torchs: name and call of torch's own operator, whose bits are looked at for comparison.
         roundings: to bf16, from a value to the next, for the tolerance.
         differentiable: whether there are gradients.
     """
@@ -28,7 +28,7 @@ class Operator:
     per_row: Sequence[int] = ()
     other: Call | None = None
     bits: Call | None = None
-    library: tuple[str, Call] | None = None
+    torchs: tuple[str, Call] | None = None
     roundings: int = 1
     differentiable: bool = True
 

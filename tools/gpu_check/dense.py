@@ -46,7 +46,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | float = 0.0) -> Tensor:
 def _linear(dtype: torch.dtype, biased: bool = False) -> Operator:
     inputs = [randn(S.rows, S.hidden, dtype=dtype), randn(S.out, S.hidden, dtype=dtype)]
     inputs += [randn(S.out, dtype=dtype)] * biased
-    return Operator(linear, product, inputs, [0], split(linear), library=("F.linear", F.linear))
+    return Operator(linear, product, inputs, [0], split(linear), torchs=("F.linear", F.linear))
 
 
 def _sliced(dtype: torch.dtype, call: Callable[..., Tensor]) -> Operator:
@@ -73,7 +73,7 @@ def _norm(dtype: torch.dtype, shape: tuple[int, ...]) -> Operator:
         return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
 
     inputs = [randn(S.rows, *shape, dtype=dtype), (1 + randn(shape[-1], scale=0.1)).to(dtype)]
-    return Operator(norm, oracle, inputs, [0], turned, library=("F.rms_norm", library))
+    return Operator(norm, oracle, inputs, [0], turned, torchs=("F.rms_norm", library))
 
 
 def _gated_norm(dtype: torch.dtype) -> Operator:
@@ -102,7 +102,7 @@ def _silu_and_mul(dtype: torch.dtype) -> Operator:
 
     inputs = [randn(S.rows, 2 * S.width, dtype=dtype, scale=3.0)]
     other = row_before(silu_and_mul, [0])
-    return Operator(silu_and_mul, oracle, inputs, [0], other, library=("F.silu(gate) * up", oracle))
+    return Operator(silu_and_mul, oracle, inputs, [0], other, torchs=("F.silu(gate) * up", oracle))
 
 
 def _squared_relu(dtype: torch.dtype) -> Operator:
@@ -169,7 +169,7 @@ def _log_softmax(dtype: torch.dtype) -> Operator:
     inputs = [randn(S.rows, S.vocabulary, dtype=dtype, scale=2.0)]
     oracle: Call = lambda x: (x / TEMPERATURE).log_softmax(-1)  # noqa: E731
     torchs = ("torch.log_softmax", library)
-    return Operator(call, oracle, inputs, [0], turned, library=torchs, roundings=0, differentiable=False)
+    return Operator(call, oracle, inputs, [0], turned, torchs=torchs, roundings=0, differentiable=False)
 
 
 def _tree(dtype: torch.dtype) -> Operator:

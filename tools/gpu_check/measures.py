@@ -14,7 +14,7 @@ FP32_TOLERANCE, BF16_ROUNDING = 1e-5, 2.0**-8
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def tolerance(dtype: torch.dtype, roundings: int) -> float:
+def tolerance(dtype: torch.dtype, roundings: int = 1) -> float:
     """Relative to the largest element: fp32 arithmetic, and ``roundings`` to bf16 where tensors have it."""
     return FP32_TOLERANCE + (roundings * BF16_ROUNDING if dtype == BF16 else 0.0)
 

@@ -33,7 +33,7 @@ def _gate(dtype: torch.dtype) -> Operator:
         return F.linear(x.float(), weight.float())
 
     inputs = [randn(S.rows, S.hidden, dtype=dtype), randn(S.experts, S.hidden, dtype=dtype)]
-    return Operator(gate, product, inputs, [0], split(gate), library=("F.linear in fp32", library))
+    return Operator(gate, product, inputs, [0], split(gate), torchs=("F.linear in fp32", library))
 
 
 def chosen(scores: Tensor, k: int) -> Tensor:

@@ -30,8 +30,8 @@ def check(operator: Operator) -> list[dict[str, Any]]:
         checks, call = _memory(operator), operator.bits or operator.call
         if operator.per_row:
             checks.append(_rows(call, operator).result("rows in every batch", _noticed(operator, call)))
-    if operator.library:
-        name, library = operator.library
+    if operator.torchs:
+        name, library = operator.torchs
         checks.append(_rows(library, operator).beside(f"rows in every batch, {name}"))
     return checks
 

@@ -20,15 +20,18 @@ from megatron_rlzero.kernels.router import gate, top_k
 from megatron_rlzero.kernels.tiles import CHUNK, KEYS
 from tools.gpu_check.sizes import BF16, DEVICE, FP32, randn
 from tools.gpu_check.times import Timed
+from tools.published import MODELS, Sizes
 
-#: of both models: tokens of a microbatch, sequences that are decoded, keys of each, experts; head dimension
-TOKENS, SEQUENCES, CONTEXT, EXPERTS, DIM = 4096, 64, 4096, 128, 128
-#: of Qwen3 and of Nemotron: hidden size, width of an expert, experts of a token
-HIDDEN, WIDTH, TOP = 2048, 768, 8
-NEMOTRON_HIDDEN, NEMOTRON_WIDTH, NEMOTRON_TOP = 2688, 1856, 6
-HEADS, KV_HEADS, VOCABULARY = 32, 4, 151_936
+#: tokens of a microbatch, sequences that are decoded, keys of each
+TOKENS, SEQUENCES, CONTEXT = 4096, 64, 4096
+QWEN, NEMOTRON = map(Sizes, MODELS)
+#: of both models
+EXPERTS, DIM = QWEN.experts, QWEN.dim
+HIDDEN, WIDTH, TOP = QWEN.hidden, QWEN.width, QWEN.k
+NEMOTRON_HIDDEN, NEMOTRON_WIDTH, NEMOTRON_TOP = NEMOTRON.hidden, NEMOTRON.width, NEMOTRON.k
+HEADS, KV_HEADS, VOCABULARY = QWEN.heads, QWEN.kv_heads, QWEN.vocabulary
 #: heads, head dimension, groups, state size; channels of the convolution
-MAMBA, CHANNELS = (64, 64, 8, 128), 6144
+MAMBA, CHANNELS = NEMOTRON.scan, NEMOTRON.channels
 
 
 def items() -> Iterator[tuple[str, str, Callable[[], Timed]]]:

@@ -15,7 +15,7 @@ class Timed:
     """One operator at one size.
 
     Attributes:
-        call, inputs: ours; library: name, call and inputs of torch's, if it has one.
+        call, inputs: ours; torchs: name, call and inputs of torch's, if it has one.
         flops: of the forward pass; those of the backward pass are ``back`` times as many.
         moved: bytes, where they are not those of all inputs and of the result.
         differentiable: whether the backward pass is taken too.
@@ -23,7 +23,7 @@ class Timed:
 
     call: Callable[..., Tensor]
     inputs: Sequence[Tensor]
-    library: tuple[str, Callable[..., Tensor], Sequence[Tensor]] | None = None
+    torchs: tuple[str, Callable[..., Tensor], Sequence[Tensor]] | None = None
     flops: float = 0.0
     back: float = 2.0
     moved: int | None = None
@@ -42,8 +42,8 @@ def measure(make: Callable[[], Timed]) -> list[dict[str, Any]]:
     del out
     for what, clocked, flops, moved in passes:
         entry = {"what": what, "ok": None, "flops": flops, "bytes": moved, **clocked(timed.call, timed.inputs)}
-        if timed.library:
-            name, call, inputs = timed.library
+        if timed.torchs:
+            name, call, inputs = timed.torchs
             try:
                 entry["library"] = {"name": name, **clocked(call, inputs)}
             except RuntimeError as wrong:  # of another project's code: no reason to lose our own time

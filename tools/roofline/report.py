@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 
 from megatron_rlzero.kernels import tiles
+from tools.published import MODELS, Sizes
 from tools.roofline import models
 from tools.roofline.launch import BANDWIDTH, FP32, MATRIX, TILES, cost
 from tools.roofline.models import Operator
@@ -38,10 +39,8 @@ the whole model in bf16; `reduction_slices` is {models.SLICES}; experts have equ
 
 def steps() -> dict[tuple[str, str], list[Operator]]:
     """By model and step."""
-    found = {(model, "learner"): models.learner(model, DOCUMENTS) for model in models.MODELS}
-    return found | {
-        (model, f"decode of {n}"): models.decode(model, n, KEYS) for model in models.MODELS for n in SEQUENCES
-    }
+    found = {(model, "learner"): models.learner(model, DOCUMENTS) for model in MODELS}
+    return found | {(model, f"decode of {n}"): models.decode(model, n, KEYS) for model in MODELS for n in SEQUENCES}
 
 
 def rows(operators: Sequence[Operator]) -> list[list[object]]:
@@ -64,7 +63,7 @@ def milliseconds(operators: Iterable[Operator], direction: str) -> float:
 
 def remarks() -> str:
     """What the shapes make of it."""
-    s = models.Sizes("Qwen3-30B-A3B")
+    s = Sizes("Qwen3-30B-A3B")
     chunk, head = chunks(sum(DOCUMENTS), s.vocabulary)[0], 2 * s.vocabulary * s.hidden / 1e6
     columns = (s.heads + 2 * s.kv_heads) * s.dim
     programs = ceil(SEQUENCES[-1] / TILES.product.m) * ceil(columns / TILES.product.n)
@@ -82,7 +81,7 @@ def remarks() -> str:
 def page() -> str:
     """Markdown."""
     parts, found = [f"## Roofline\n\n{METHOD}\n\n{remarks()}"], steps()
-    for model in models.MODELS:
+    for model in MODELS:
         learner, decode = found[model, "learner"], found[model, f"decode of {SEQUENCES[-1]}"]
         sums = [milliseconds(found[model, f"decode of {n}"], "forward") for n in SEQUENCES]
         each = "; ".join(f"{total:.1f} ms for {n} sequences" for n, total in zip(SEQUENCES, sums, strict=True))
