@@ -16,11 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_rlzero.checkpoint import Saved
 from megatron_rlzero.config import Config
 from megatron_rlzero.resharding.directories import CheckpointError
-from megatron_rlzero.rollout import Rollout
+from megatron_rlzero.rollout import RETRIES_FILE, Rollout
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FILE = "completions.jsonl"
-RETRIES_FILE = "retries.jsonl"
 LINES = (METRICS_FILE, COMPLETIONS_FILE, RETRIES_FILE)
 ABANDONED_FILE = "abandoned.jsonl"
 CONFIG_FILE = "config.yaml"

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 #: why a response ended: the end token, the length limit, or a failure after which it has no action tokens
 FINISH_REASONS = ("stop", "length", "failed")
+#: in a run's directory: a line for each failed try
+RETRIES_FILE = "retries.jsonl"
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_rlzero.kernels import backend
+from megatron_rlzero.kernels import backend, tiles
 from megatron_rlzero.kernels.attention import native, paged, reference
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float)
     """
     if sum(lengths) != q.shape[0]:
         raise ValueError(f"documents of {sum(lengths)} tokens in all for {q.shape[0]} query rows")
+    _check(q, k, v)
     return _Attention.apply(q, k, v, lengths, scale)
 
 
@@ -122,9 +123,25 @@ def paged_attention(
 
     Returns:
         [tokens, heads, dim], dtype of ``q``. What lies in the cache beyond a sequence's end has no influence.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices do not fit.
     """
+    _check(q, k, v, cache)
+    wanted = (k.shape[1], 2, tiles.KEYS, k.shape[2])
+    if cache.shape[1:] != wanted or not cache.is_contiguous():
+        raise ValueError(f"cache {tuple(cache.shape)}; expected is contiguous [blocks, {', '.join(map(str, wanted))}]")
     if backend.triton(q):
         from megatron_rlzero.kernels.attention.triton import paged_attention as form
     else:
         form = (native if isinstance(plan, native.Plan) else paged).paged_attention
     return form(q, k, v, cache, plan, scale)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, *cache: Tensor) -> None:
+    if any(x.device != q.device or x.dtype != q.dtype for x in (k, v, *cache)):
+        kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v, *cache))
+        raise TypeError(f"attention takes tensors of one dtype on one device: {kinds}")
+    if k.shape != v.shape or (len(q), q.shape[2]) != (len(k), k.shape[2]) or q.shape[1] % k.shape[1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"queries, keys and values {shapes}; expected are [tokens, heads or kv_heads, dim]")

@@ -29,24 +29,11 @@ def causal_conv1d(
     Raises:
         ValueError: lengths or initial do not fit ``x``.
 
-    A document in any number of calls, each with the ``conv_state`` of the one before, gives the bits of one call.
+    A document in any number of calls, each with the last inputs of the one before, gives the bits of one call.
     Gradients of weight and bias are added over the tokens by ``row_sum``.
     """
     _check(x, lengths, initial, weight.shape[1])
     return _CausalConv1d.apply(x, weight, bias, lengths, initial)
-
-
-def conv_state(x: Tensor, lengths: list[int], initial: Tensor) -> Tensor:
-    """The last inputs of each document, those before it included: ``initial`` for what follows.
-
-    Args:
-        x, lengths, initial: as in ``causal_conv1d``; initial is given.
-
-    Returns:
-        [documents, width - 1, channels], like ``initial``.
-    """
-    _check(x, lengths, initial, initial.shape[1] + 1)
-    return reference.conv_state(x, lengths, initial)
 
 
 def causal_conv1d_cached(

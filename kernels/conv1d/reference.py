@@ -31,7 +31,7 @@ def causal_conv1d_cached(
 
 
 def conv_state(x: Tensor, lengths: list[int], initial: Tensor) -> Tensor:
-    """See ``dispatch.conv_state``."""
+    """The last inputs of each document, those before it included, like ``initial``: what precedes its next tokens."""
     documents, past, channels = initial.shape
     if len(set(lengths)) == 1:
         return torch.cat((initial, x.view(documents, lengths[0], channels)), dim=1)[:, lengths[0] :]

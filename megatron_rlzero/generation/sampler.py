@@ -18,7 +18,7 @@ from megatron_rlzero.generation import requests
 from megatron_rlzero.generation.grading import Graders
 from megatron_rlzero.generation.rotation import Lost, Member, Rotation
 from megatron_rlzero.generation.schedule import EVALUATION, Prompt
-from megatron_rlzero.rollout import Rollout
+from megatron_rlzero.rollout import RETRIES_FILE, Rollout
 
 #: pause before a response is sampled again, in seconds, times the number of attempts so far
 BACKOFF_S = 0.5
@@ -59,7 +59,7 @@ class Sampler:
         self.tokenizer = load_tokenizer(config.model.path)
         self.ends = requests.end_tokens(config.model.path, self.tokenizer.eos_token_id)
         self.environments = {split: environments.build(config.environment, split) for split in ("train", "eval")}
-        self.retries = Path(config.run_dir) / "retries.jsonl"
+        self.retries = Path(config.run_dir) / RETRIES_FILE
         self.newest: int | None = None
 
     def start(self, rotation: Rotation) -> None:

@@ -19,6 +19,8 @@ from tests.distributed.test_learner import (
 )
 from tests.tiny import LLAMA3, make_llama, make_qwen2, make_qwen3, rollouts
 
+pytestmark = pytest.mark.full
+
 BF16 = {"dtype": "bf16"}
 #: Names begin with the model's.
 ONE = {

@@ -21,7 +21,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", ["hybrid", *(pytest.param(m, marks=pytest.mark.full) for m in MODELS if m != "hybrid")]
+)
 def test_activations_are_what_is_saved(model, tmp_path):
     make, added = MODELS[model]
     for layers in (2, 3):

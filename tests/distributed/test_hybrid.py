@@ -109,6 +109,7 @@ def test_layouts_equal_one_rank_to_the_bit(one, two, name):
     assert_exact(one, two, name)
 
 
+@pytest.mark.full
 def test_four_ranks_equal_one_to_the_bit(models, one, tmp_path):
     run_cases(4, FOUR, models, tmp_path)
     for name in FOUR:

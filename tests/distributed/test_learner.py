@@ -200,6 +200,7 @@ def test_layouts_agree_with_one_rank(one, two, name):
     assert_agrees(one, two, name)
 
 
+@pytest.mark.full
 def test_four_ranks_equal_one_to_the_bit(one, model, tmp_path):
     run(4, FOUR, model, tmp_path)
     for name in FOUR:

@@ -41,7 +41,7 @@ def make_omni_fp32(directory: Path, seed: int) -> Path:
 @pytest.mark.parametrize(
     ("make", "settings", "naming"),
     [
-        (make_qwen3_moe, {"num_experts": 6, "vocab_size": 101}, "gpt"),
+        pytest.param(make_qwen3_moe, {"num_experts": 6, "vocab_size": 101}, "gpt", marks=pytest.mark.full),
         (make_nemotron_h, {"vocab_size": 101}, "hybrid"),
         pytest.param(make_omni_fp32, {}, "hybrid", marks=pytest.mark.full),
         pytest.param(

@@ -16,7 +16,7 @@ import pytest
 from tests.processes import command, survivors, wait_for
 
 
-@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("kill", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_no_process_outlives_its_parent(kill: signal.Signals, make_config, tmp_path: Path) -> None:
     """Killed while the engine core is starting, before vLLM has loaded any plugin there."""
     stored = tmp_path / "config.pickle"

@@ -70,11 +70,19 @@ def run(command: str, *arguments: str) -> str:
     return process.stdout
 
 
-def test_it_probes_and_trains(config):
+def save(config) -> str:
     path = Path(config.run_dir).with_suffix(".yaml")
     OmegaConf.save(OmegaConf.structured(config), path)
-    assert "0 of" in run("probe", str(path), f"run_dir={config.run_dir}-probe")
-    run("train", str(path))
+    return str(path)
+
+
+def test_it_probes(config):
+    assert "0 of" in run("probe", save(config))
+
+
+@pytest.mark.full
+def test_it_trains(config):
+    run("train", save(config))
     lines = read_metrics(config.run_dir)
     assert [line["update"] for line in lines if "reward/mean" in line] == [0, 1]
     held_out = [line for line in lines if "eval/sampled" in line]

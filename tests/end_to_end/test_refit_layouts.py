@@ -4,11 +4,14 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.full
 def test_refits_put_every_element_where_it_belongs():
     command = [sys.executable, "tools/check_refit.py", "2", "2", "2", "4"]
     done = run(command, 1800.0, cwd=ROOT)

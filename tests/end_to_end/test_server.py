@@ -303,6 +303,7 @@ def test_refit_from_two_ranks(
     assert version(engine) == str(number)
 
 
+@pytest.mark.full
 def test_updates_evaluations_and_the_bound_on_lag(engine: RolloutEngine, config: Config) -> None:
     current = 0
     engine.label_weights(current)

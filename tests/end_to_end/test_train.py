@@ -92,7 +92,6 @@ def listening(process: psutil.Process) -> set[str]:
 def test_a_killed_server_ends_the_run(config):
     """While it runs, nothing of launcher, ranks and client listens beyond the loopback."""
     config.loop.updates, config.rollout.max_restarts = 100_000, 0
-    config.learner.world_size = 2
     process, output = start(config)
     try:
         metrics = Path(config.run_dir, "metrics.jsonl")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_rlzero.kernels.conv1d import causal_conv1d, causal_conv1d_cached, conv_state
+from megatron_rlzero.kernels.conv1d import causal_conv1d, causal_conv1d_cached
+from megatron_rlzero.kernels.conv1d.reference import conv_state
 from megatron_rlzero.kernels.segments import bounds_of
 from tests.kernels.checks import BF16, DTYPES, FP32, INTERPRETED, dependent_rows, error, errors, rounded_once, tolerance
 
@@ -188,7 +189,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="initial"):
         causal_conv1d(x, weight, bias, [5], initial[:, 1:])
     with pytest.raises(ValueError, match="initial"):
-        conv_state(x, [5], initial.bfloat16())
+        causal_conv1d(x, weight, bias, [5], initial.bfloat16())
     counts = bounds_of([5], x.device), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="state"):
         causal_conv1d_cached(x, weight, bias, *counts, initial.bfloat16(), torch.tensor([0]))

@@ -127,7 +127,7 @@ def test_combine_adds_from_the_first_slot_on(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [32, 127, 1000])
+@pytest.mark.parametrize("hidden", [127] if INTERPRETED else [32, 127, 1000])
 def test_combined_rows_do_not_depend_on_the_batch(dtype, hidden):
     probabilities = torch.rand(4)
     f = lambda x: combine(x.unflatten(1, (4, hidden)), probabilities.expand(len(x), 4))  # noqa: E731
@@ -139,7 +139,7 @@ def test_combined_rows_do_not_depend_on_the_batch(dtype, hidden):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("n", [0, 1, 7, 40, *([] if INTERPRETED else [300, 3000])])
+@pytest.mark.parametrize("n", [0, 1, 20] if INTERPRETED else [0, 1, 7, 40, 300, 3000])
 def test_the_engines_form_gives_the_bits_of_the_learners(dtype, gated, n, monkeypatch):
     """One product over all experts, or one after the other; expert 3 has no row, and at 0 nobody has."""
     w13, w2 = (torch.randn(8, 96 if gated else 48, 64) / 8).to(dtype), (torch.randn(8, 64, 48) / 8).to(dtype)
@@ -149,7 +149,7 @@ def test_the_engines_form_gives_the_bits_of_the_learners(dtype, gated, n, monkey
     activation = silu_and_mul if gated else squared_relu
     wanted = grouped_linear(activation(grouped_linear(x, w13.unbind(), counts)), w2.unbind(), counts)
     f = lambda x, experts, w13=w13: mlp(x, experts, w13, w2, gated)  # noqa: E731
-    for few in (0, 2**20):
+    for few in (0,) if INTERPRETED else (0, 2**20):  # of torch's form
         monkeypatch.setattr("megatron_rlzero.kernels.experts.reference.FEW", few)
         assert torch.equal(f(x, experts[:, None])[:, 0], wanted)
         order = torch.randperm(n)

@@ -92,7 +92,7 @@ def test_tokens_without_a_slot_are_not_stored():
     assert not bool(cache[0, :, :, 1].any())
     with pytest.raises(ValueError, match="for 3 new tokens"):
         native.paged_attention(q, k[:2], v[:2], cache, plan, 0.2)
-    with pytest.raises(TypeError, match=r"one dtype: torch\.float32 on cpu, torch\.bfloat16"):
+    with pytest.raises(TypeError, match=r"one dtype on one device: torch\.float32 on cpu, torch\.bfloat16"):
         native.paged_attention(q, k.to(BF16), v, cache, plan, 0.2)
 
 

@@ -40,6 +40,7 @@ def test_an_fp32_table_is_noticed():
     assert error(rotary_table(position + 1, dim, BASE)[position, 0][None], wanted) < 1e-7
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("settings", [(8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192), (2.5, 0.5, 7.0, 100)])
 def test_llama3_scaling_is_that_of_transformers(dim, settings):

@@ -9,13 +9,14 @@ from megatron_rlzero.invariance.trace import compare_layers
 from tests.parity.runs import tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "operators"),
     [
         ("moe", 2 * 8 + 1),
-        pytest.param("tied", 2 * 6 + 1, marks=pytest.mark.full),
-        pytest.param("qwen2", 3 * 4 + 1, marks=pytest.mark.full),
-        pytest.param("llama", 3 * 4 + 1, marks=pytest.mark.full),
+        ("tied", 2 * 6 + 1),
+        ("qwen2", 3 * 4 + 1),
+        ("llama", 3 * 4 + 1),
     ],
 )
 def test_the_first_operator_that_differs_is_named(models, tmp_path, model, operators):

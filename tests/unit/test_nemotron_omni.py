@@ -70,6 +70,7 @@ def test_the_language_model_is_that_of_the_plain_directory(tmp_path, language, o
     assert all(torch.equal(one[n], other[n].to(one[n].dtype)) for n in one.chunks)
 
 
+@pytest.mark.full
 def test_several_processes_write_what_one_does(tmp_path, omni):
     arguments = ["-m", "megatron_rlzero", "convert"]
     sizes = ["--tensor-model-parallel-size", "2"]

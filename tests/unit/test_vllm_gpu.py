@@ -43,7 +43,7 @@ print("installed")
 """
 
 
-@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize("cuda", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_installed_on_gpus_of_one_kind(cuda):
     command = [sys.executable, "-c", INSTALL.replace("{cuda}", str(cuda))]
     ended = subprocess.run(command, capture_output=True, text=True)

@@ -17,6 +17,7 @@ import numpy as np
 from megatron_rlzero.config import Config
 from megatron_rlzero.generation.schedule import responses_of_update
 from megatron_rlzero.metrics import TENSORBOARD_DIR, read_metrics
+from megatron_rlzero.rollout import RETRIES_FILE
 from tools.evidence import throughput_run
 from tools.evidence.drawn_client import draw
 from tools.evidence.results import write_whole
@@ -96,7 +97,7 @@ def timing(out: Path, name: str, kind: str, sizes: Sizes, lag: int, pinned: bool
     head = ["tools.evidence.throughput_run", str(CONFIG), kind, str(sizes.mean), str(server)]
 
     def rows(run_dir: Path) -> list[dict]:
-        if (run_dir / "retries.jsonl").exists():
+        if (run_dir / RETRIES_FILE).exists():
             raise RuntimeError(f"{name}: responses failed and were asked for again; see {run_dir}/retries.jsonl")
         found = read(run_dir)
         for row in found:

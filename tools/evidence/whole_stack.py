@@ -99,6 +99,12 @@ def probe(stack: Stack, arm: Arm) -> dict[str, object]:
     return json.loads(kept.read_text())
 
 
+def probed(stack: Stack) -> dict[str, dict[str, object]]:
+    """All probes of the two arms, the aligned arm's first."""
+    found = [(path.stem.split("-")[1], json.loads(path.read_text())) for path in stack.out.glob("probe-*.json")]
+    return {f"{arm}, {p['version']}": p for arm, p in sorted(found, key=lambda x: (x[0], x[1]["version"]))}
+
+
 def rows(arm: Arm, x: dict[str, NDArray]) -> list[tuple]:
     """One line per EVERY updates."""
     ends = range(EVERY, len(x["lag/max"]) + 1, EVERY)
@@ -149,7 +155,8 @@ def main() -> None:
     aligned, stock = Arm("aligned", chosen.updates[0]), Arm("stock", chosen.updates[1], STOCK)
     stack = Stack(chosen.out, SETTINGS)
     stack.go_on(aligned, min(aligned.updates, stock.updates), leads=True)
-    probes = {"aligned, at the stock arm's length": probe(stack, aligned)}
+    if stack.version(aligned) == stock.updates:
+        probe(stack, aligned)
     stack.go_on(stock, stock.updates, leads=False)
     stack.go_on(aligned, aligned.updates, leads=True)
     x = {arm.name: columns(stack.lines(arm)) for arm in (aligned, stock)}
@@ -161,7 +168,9 @@ def main() -> None:
         "aligned, at the stock arm's length": figures(short, cut),
         "stock": figures(x["stock"], held_out["stock"]),
     }
-    probes |= {arm.name: probe(stack, arm) for arm in (aligned, stock)}
+    for arm in (aligned, stock):
+        probe(stack, arm)
+    probes = probed(stack)
     path = chosen.results / "whole_stack"
     results.write_csv(
         path.with_suffix(".csv"), ("arm", "update", *SHOWN), rows(aligned, x["aligned"]) + rows(stock, x["stock"])
