@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: exit code of a configuration that cannot run
 INVALID = 2
+#: see align/ledger.py
+ALIGN_STEPS = ("all", "map", "measure", "check", "gradcheck", "profile", "accept")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("run_dir")
     command.set_defaults(run=plot)
     _add_convert(commands)
+    _add_align(commands)
     command = commands.add_parser("theory", help="check what the importance weight promises, in numbers")
     command.add_argument("--plot", metavar="FILE", help="also draw the Gaussian model, as a PNG")
     command.set_defaults(run=theory)
@@ -271,6 +274,25 @@ def theory(parsed: argparse.Namespace) -> int:
     if parsed.plot:
         print(draw(parsed.plot))
     return 0 if holds else 1
+
+
+def _add_align(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser(
+        "align", help="check a model's operators on both sides, step by step, each with a gate"
+    )
+    command.add_argument("step", choices=ALIGN_STEPS, help="all takes those that are not passed")
+    command.add_argument("model", help="Hugging Face directory")
+    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the configuration")
+    command.add_argument("--out", metavar="DIR", help="for alignment.json and its report (default runs/align/NAME)")
+    command.add_argument("--family", metavar="FILE", help="Python file that defines the model's family")
+    command.set_defaults(run=align)
+
+
+def align(parsed: argparse.Namespace) -> int:
+    """Exit code 1 where a gate is not passed."""
+    from megatron_rlzero.align.command import run
+
+    return run(parsed)
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -173,7 +174,7 @@ def _logs_to(process: psutil.Process, log: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="from the start on, without the last run")
+    parser.add_argument("--minutes", type=float, default=30.0, help="from the first update on")
     parser.add_argument("--every", type=float, default=60.0, help="seconds of training between two kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path)
@@ -188,8 +189,7 @@ def main() -> int:
 
 
 def run(drill: Drill, parsed: argparse.Namespace) -> int:
-    began, order = time.monotonic(), []
-    end = began + 60 * parsed.minutes
+    began, end, order = time.monotonic(), math.inf, []
     while time.monotonic() < end:
         drill.go_on(1_000_000)
         print(f"{time.monotonic() - began:5.0f} s: goes on from version {drill.starts[-1]}", flush=True)
@@ -197,7 +197,8 @@ def run(drill: Drill, parsed: argparse.Namespace) -> int:
             if drill.wait(lambda: drill.lines() > drill.lines_at_start, START_S) is None:
                 drill.faults.append(f"start {len(drill.starts)} does not train")
                 break
-            drill.wait(lambda: False, min(parsed.every, max(end - time.monotonic(), 0)))
+            end = min(end, time.monotonic() + 60 * parsed.minutes)
+            drill.wait(lambda: False, min(parsed.every, end - time.monotonic()))
             if drill.running():
                 order = order or list(drill.random.sample(KINDS, len(KINDS)))
                 drill.kill(order.pop())

@@ -165,7 +165,7 @@ def flags(config: Config, port: int, host: str = LOOPBACK) -> list[str]:
     }
     if rollout.token_file:
         values["middleware"] = "megatron_rlzero.generation.token.RequireToken"
-    if config.kernels == "aligned" and rollout.tensor_model_parallel_size > 1 and _experts(hf):
+    if config.kernels == "aligned" and rollout.tensor_model_parallel_size > 1 and has_experts(hf):
         values["enable-expert-parallel"] = True  # experts stay whole, as on the learner
     if cpu_build():
         values["enforce-eager"] = True
@@ -180,7 +180,7 @@ def flags(config: Config, port: int, host: str = LOOPBACK) -> list[str]:
     return [argument for flag, value in values.items() for argument in _arguments(flag, value)]
 
 
-def _experts(hf: dict[str, Any]) -> bool:
+def has_experts(hf: dict[str, Any]) -> bool:
     """Whether the model has experts of vLLM's; vLLM refuses expert parallelism without."""
     return bool(hf.get("num_experts") or hf.get("num_local_experts"))
 

@@ -18,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.config import Config
@@ -83,20 +84,32 @@ def _environment(config: Config, side: str) -> dict[str, str]:
     return server.base_environment() | one_rank | {"MASTER_PORT": str(server.free_port()), "PYTHONWARNINGS": "ignore"}
 
 
-class _Recorder:
-    """Keeps the outputs of modules as [tokens, ...] under the operators' names, document after document."""
+class Recorder:
+    """Keeps the outputs of modules as [tokens, elements] under the operators' names, document after document.
+
+    Attributes:
+        length: tokens of the document that runs; what comes after them is padding.
+    """
 
     def __init__(self) -> None:
-        self.outputs: dict[str, list[Tensor]] = {}
+        self.length = 0
+        self._outputs: dict[str, list[Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
 
     def watch(self, name: str, module: nn.Module, select: Callable[[Any], Tensor]) -> None:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
-            self.outputs.setdefault(name, []).append(select(output).detach().clone())
+            rows = select(output)[: self.length].reshape(self.length, -1)
+            self._outputs.setdefault(name, []).append(rows.detach().clone())
 
-        module.register_forward_hook(keep)
+        self._handles.append(module.register_forward_hook(keep))
 
-    def save(self, path: Path) -> None:
-        save_file({name: torch.cat(parts).contiguous() for name, parts in self.outputs.items()}, path)
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def joined(self) -> dict[str, Tensor]:
+        """Operator -> its outputs, one document after the other."""
+        return {name: torch.cat(parts).contiguous() for name, parts in self._outputs.items()}
 
 
 def _learner(config: Config, documents: list[list[int]], directory: Path) -> None:
@@ -112,17 +125,15 @@ def _learner(config: Config, documents: list[list[int]], directory: Path) -> Non
     layout.expert_model_parallel_size = 1
     device, _ = initialise_distributed(config)
     learner = Learner(config, device)
-    recorder, length = _Recorder(), 0
-    points = architecture(learner.hf).trace_points(learner.hf)
+    recorder, points = Recorder(), architecture(learner.hf).trace_points(learner.hf)
     for point in points:
-        module = learner.parts.policy.get_submodule(point.learner)
-        recorder.watch(point.name, module, lambda out, p=point: p.from_learner(out)[:length].reshape(length, -1))
+        recorder.watch(point.name, learner.parts.policy.get_submodule(point.learner), point.from_learner)
     for tokens in documents:
-        length = len(tokens)
+        recorder.length = length = len(tokens)
         none = np.zeros(length, np.float32)
         rollout = Rollout(0, 0, 0, np.array(tokens, np.int32), none > 0, none, none.astype(np.int32), 0.0, "stop")
         learner.score(Batch.of([rollout]))
-    recorder.save(directory / "learner.safetensors")
+    save_file(recorder.joined(), directory / "learner.safetensors")
     (directory / "operators.json").write_text(json.dumps([point.name for point in points]))
 
 
@@ -142,18 +153,17 @@ def _engine(config: Config, documents: list[list[int]], directory: Path) -> None
         skip_tokenizer_init=True,
         disable_log_stats=True,
     )
-    recorder, length = _Recorder(), 0
+    recorder = Recorder()
 
     def install(model: nn.Module) -> None:
         for point in architecture(hf).trace_points(hf):
-            module = model.get_submodule(point.engine)
-            recorder.watch(point.name, module, lambda out, p=point: p.from_engine(out)[:length].reshape(length, -1))
+            recorder.watch(point.name, model.get_submodule(point.engine), point.from_engine)
 
     llm.apply_model(install)
     for tokens in documents:
-        length = len(tokens)
+        recorder.length = len(tokens)
         llm.generate({"prompt_token_ids": tokens}, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False)
-    recorder.save(directory / "engine.safetensors")
+    save_file(recorder.joined(), directory / "engine.safetensors")
 
 
 def main() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,8 +16,7 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from megatron_rlzero.architectures import architecture, language_model, language_prefix, read_config
-from megatron_rlzero.checkpoints import CONFIG
+from megatron_rlzero.architectures import architecture, in_transformers, read_config
 from megatron_rlzero.config import Config
 from megatron_rlzero.kernels import libraries
 from megatron_rlzero.learner import cpu
@@ -60,20 +56,7 @@ def transformers_log_probs(directory: str | Path, tokens: Tensor) -> Tensor:
     Raises:
         CheckpointError: transformers does not have the model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    config = json.loads((Path(directory) / CONFIG).read_text())
-    if (kind := language_model(config)["model_type"]) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise CheckpointError(f"{directory}: transformers has no model of model_type = {kind}; leave --verify out")
-    settings: dict[str, Any] = {}
-    if prefix := language_prefix(config):
-        # The language model alone: transformers passes over all other tensors.
-        settings["key_mapping"] = {f"^{re.escape(prefix)}": ""}
-        with TemporaryDirectory() as alone:
-            (Path(alone) / CONFIG).write_text(json.dumps(language_model(config)))
-            settings["config"] = AutoConfig.from_pretrained(alone)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **settings).eval()
+    model = in_transformers.load(directory, torch.float32)
     with torch.no_grad():
         return model(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
 

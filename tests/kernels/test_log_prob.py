@@ -131,7 +131,7 @@ def test_chunks_change_no_bit_of_the_value(monkeypatch, dtype, tokens):
     calls = []
     linear = dispatch.linear
     monkeypatch.setattr(dispatch, "linear", lambda h, *a: calls.append(len(h)) or linear(h, *a))
-    for elements in (1, 32 * PADDED) if INTERPRETED else (1, 20 * PADDED, 32 * PADDED):
+    for elements in (1,) if INTERPRETED else (1, 20 * PADDED, 32 * PADDED):
         monkeypatch.setattr(tiles, "LOGITS", elements)
         calls.clear()
         found = log_prob(x, weight, targets, IDS, 0.7)

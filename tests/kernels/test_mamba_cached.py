@@ -59,9 +59,10 @@ def run(inputs, lengths, schedule, rubbish=torch.nan):
 
 def schedules(lengths):
     yield "prefill", [lengths]
-    yield "alone", [[n if i == j else 0 for j in range(len(lengths))] for i, n in enumerate(lengths)]
+    if not INTERPRETED:
+        yield "alone", [[n if i == j else 0 for j in range(len(lengths))] for i, n in enumerate(lengths)]
     yield "37 tokens", [[min(37, max(n - 37 * s, 0)) for n in lengths] for s in range(-(-max(lengths) // 37))]
-    whole = [max(n - 7, 0) if INTERPRETED else 0 for n in lengths]
+    whole = [max(n - 3, 0) if INTERPRETED else 0 for n in lengths]
     steps = [[int(s < n - w) for n, w in zip(lengths, whole, strict=True)] for s in range(max(lengths))]
     yield "token by token", [step for step in (whole, *steps) if any(step)]
     draw, left, steps = random.Random(0), list(lengths), []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rlzero.kernels import backend, compiler, tiles
-from megatron_rlzero.kernels.attention import attention, native, reference
+from megatron_rlzero.kernels.attention import attention, native, paged_attention, reference
 from tests.kernels.checks import BF16, DTYPES, FP32, error, rounded_once, tolerance
 from tests.kernels.test_attention import oracle
 
@@ -93,7 +93,7 @@ def test_tokens_without_a_slot_are_not_stored():
     with pytest.raises(ValueError, match="for 3 new tokens"):
         native.paged_attention(q, k[:2], v[:2], cache, plan, 0.2)
     with pytest.raises(TypeError, match=r"one dtype on one device: torch\.float32 on cpu, torch\.bfloat16"):
-        native.paged_attention(q, k.to(BF16), v, cache, plan, 0.2)
+        paged_attention(q, k.to(BF16), v, cache, plan, 0.2)
 
 
 @needs_native

@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_rlzero.align import engine
+from megatron_rlzero.align.engine import log_probs
 from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.architectures.layouts import engine_layout
-from megatron_rlzero.generation.requests import ARGUMENT
+from megatron_rlzero.config import Config
 from megatron_rlzero.invariance.vllm import BACKEND, Settings
 from megatron_rlzero.resharding.transport import TRANSFORMS
 
@@ -54,51 +56,17 @@ class Results:
 
 
 def sampling(run: dict, n: int, **settings: Any):
-    from vllm import SamplingParams
-
-    key = {"key": [1, 0, n, 0], "temperature": Settings.from_environment().temperature}
-    return SamplingParams(
-        temperature=0.0,
-        detokenize=False,
-        ignore_eos=True,
-        extra_args={ARGUMENT: key},
-        **({"max_tokens": run["new_tokens"], "logprobs": 0} | settings),
-    )
+    return engine.sampling(run["new_tokens"], n, **settings)
 
 
 def build(model: str, dtype: str, tp: int = 1, chunk: int = 2048, prefix_caching: bool = False, length: int = 256):
-    from vllm import LLM
-    from vllm.model_executor.layers import rotary_embedding
-    from vllm.v1.attention import selector
-
-    # One engine after the other in a process: what vLLM remembers may hold layers of the one before.
-    rotary_embedding._ROPE_DICT.clear()
-    selector._cached_get_attn_backend.cache_clear()
-    settings = Settings.from_environment()
-    hf = read_config(model)
-    return LLM(
-        model,
-        dtype={"fp32": "float32", "bf16": "bfloat16"}[dtype],
-        tensor_parallel_size=tp,
-        enable_expert_parallel=tp > 1 and settings.kernels == "aligned" and hf["model_type"] == "qwen3_moe",
-        max_model_len=length,
-        max_num_seqs=64,
-        max_num_batched_tokens=chunk,
-        enable_prefix_caching=prefix_caching,
-        kv_cache_memory_bytes=2**27,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        logits_processors=["megatron_rlzero.generation.logits_processor:SeededSampling"],
-        weight_transfer_config={"backend": BACKEND},
-        disable_log_stats=True,
-    )
+    config = Config(kernels=Settings.from_environment().kernels)
+    config.model.path, config.model.dtype, config.rollout.tensor_model_parallel_size = model, dtype, tp
+    return engine.build(config, length, chunk, prefix_caching, weight_transfer_config={"backend": BACKEND})
 
 
 def generate(llm, run: dict, which: list[int]) -> list:
-    prompts = [{"prompt_token_ids": run["prompts"][n]} for n in which]
-    outputs = llm.generate(prompts, [sampling(run, n) for n in which], use_tqdm=False)
-    return [output.outputs[0] for output in outputs]
+    return engine.generate(llm, run["prompts"], which, run["new_tokens"])
 
 
 def stage(transfer, directory: Path) -> None:
@@ -115,12 +83,11 @@ def stage(transfer, directory: Path) -> None:
 
 def update_in_flight(llm, run: dict, steps: int) -> tuple[list, list[int]]:
     """All requests at once; after ``steps`` steps of the engine, other weights, the cache forgotten."""
-    engine = llm.llm_engine
-    core = engine.engine_core.engine_core
+    core = llm.llm_engine.engine_core.engine_core
     for n, prompt in enumerate(run["prompts"]):
-        engine.add_request(str(n), {"prompt_token_ids": prompt}, sampling(run, n))
+        llm.llm_engine.add_request(str(n), {"prompt_token_ids": prompt}, sampling(run, n))
     for _ in range(steps):
-        engine.step()
+        llm.llm_engine.step()
     switched = {request.request_id: len(request.output_token_ids) for request in core.scheduler.requests.values()}
     core.pause_scheduler("keep", True)
     transfer = core.model_executor.driver_worker.worker.weight_transfer_engine
@@ -128,16 +95,12 @@ def update_in_flight(llm, run: dict, steps: int) -> tuple[list, list[int]]:
     transfer.finish_weight_update()
     core.resume_scheduler()
     finished = {}
-    while engine.has_unfinished_requests():
-        finished |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    while llm.llm_engine.has_unfinished_requests():
+        finished |= {output.request_id: output.outputs[0] for output in llm.llm_engine.step() if output.finished}
     numbers = sorted(finished, key=int)
     return [finished[n] for n in numbers], [
         switched[next(s for s in switched if s.split("-")[0] == n)] for n in numbers
     ]
-
-
-def log_probs(output) -> list[float]:
-    return [at[token].logprob for at, token in zip(output.logprobs, output.token_ids, strict=True)]
 
 
 def execute(llm, run: dict) -> Results:
@@ -173,12 +136,12 @@ def execute(llm, run: dict) -> Results:
 
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
-    engine, llm = None, None
+    settings, llm = None, None
     for run in plan["runs"]:
-        if run["engine"] != engine:
+        if run["engine"] != settings:
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
-            engine, llm = run["engine"], build(**run["engine"])
+            settings, llm = run["engine"], build(**run["engine"])
         save_file(vars(execute(llm, run)), Path(plan["out"]) / f"{run['name']}.safetensors")
     if "controls" in plan:
         from tests.parity.controls import controls
