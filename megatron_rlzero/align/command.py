@@ -18,8 +18,8 @@ from megatron_rlzero.config_io import parse
 from megatron_rlzero.validation import ConfigError, validate
 
 Step = Callable[[Config, Path], Outcome]
-#: rows of a table that are printed; the report has them all
-ROWS = 12
+#: tables of more rows are in the report alone
+ROWS = 24
 
 
 def run(parsed: Namespace) -> int:
@@ -93,9 +93,9 @@ def _show(console: Console, outcome: Outcome) -> None:
     for line in outcome.lines:
         console.print(f"  {line}", highlight=False)
     for title, rows in outcome.tables.items():
+        if len(rows) > ROWS:
+            continue
         table = Table(*rows[0], title=title)
-        for row in rows[1 : ROWS + 1]:
+        for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
-        if len(rows) > ROWS + 1:
-            console.print(f"  and {len(rows) - ROWS - 1} rows more", highlight=False)

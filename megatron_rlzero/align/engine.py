@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rlzero.align.job import Job, Task
+from megatron_rlzero.align.map import SAMPLER
 from megatron_rlzero.align.watch import Clock, Watch, look_into_libraries
 from megatron_rlzero.architectures import architecture, read_config
 from megatron_rlzero.config import Config
@@ -134,7 +135,7 @@ def watched(llm, task: Task, watch: type[Watch] | type[Clock]) -> dict[str, Any]
     watches: list[Watch] = []
     llm.apply_model(lambda model: watches.append(watch(model)))
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    watches.append(watch(runner.sampler, "sampler"))
+    watches.append(watch(runner.sampler, SAMPLER))
     generate(llm, task["prompts"], range(len(task["prompts"])), task["new"])
     for each in watches:
         each.close()

@@ -15,6 +15,8 @@ from megatron_rlzero.config import Config
 
 #: prompts that are enough to see every module run, prefill and decode
 PROMPTS, NEW = 3, 3
+#: what the sampler draws a token with: it picks one of the values, and no other side has to pick the same
+SAMPLER, DRAWS = "sampler", {"aten::argmax", "aten::max.dim", "aten::topk", "_C::greedy_argmax"}
 #: files of an operator that only choose a form
 CHOICES = ("dispatch", "gate", "parallel", "ranks", "layout", "buffers", "shard", "cached")
 
@@ -28,6 +30,8 @@ def map_modules(config: Config, out: Path) -> Outcome:
     run_engine(config, out, [task])
     run_learner(with_settings(config, ONE_RANK), out, [task])
     found = {side: json.loads((out / f"{side}-map.json").read_text()) for side in ("learner", "engine")}
+    draws = found["engine"][SAMPLER]["foreign"]
+    found["engine"][SAMPLER]["foreign"] = {name: n for name, n in draws.items() if name not in DRAWS}
     lines = [
         f"{side}: {name} ({seen['dtype']} {seen['shape']}) computes with {', '.join(seen['foreign'])}: not ours"
         for side, modules in found.items()

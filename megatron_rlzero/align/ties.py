@@ -14,7 +14,7 @@ from megatron_rlzero.architectures import architecture, routed_experts
 def with_ties(model: str | Path, directory: Path, hf: dict[str, Any]) -> Path | None:
     """Writes it; None for a model without a router.
 
-    A router is what the learner calls router.weight, its bias router.expert_bias: all experts get the rows of the first.
+    A router is what the learner calls router.weight, its bias router.expert_bias: all experts get the first one's rows.
     """
     if not routed_experts(hf):
         return None
