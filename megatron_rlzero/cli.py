@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: exit code of a configuration that cannot run
 INVALID = 2
 #: see align/ledger.py
-ALIGN_STEPS = ("all", "map", "measure", "check", "gradcheck", "profile", "accept")
+ALIGN_STEPS = ("all", "proxy", "map", "measure", "check", "gradcheck", "profile", "accept")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

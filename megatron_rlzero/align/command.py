@@ -33,6 +33,8 @@ def run(parsed: Namespace) -> int:
         return 0
     steps = [name for name in STEPS if not ledger.passed(name)] if parsed.step == "all" else [parsed.step]
     for name in steps:
+        if name != "proxy":
+            config.model.path = str(checked(ledger, Path(parsed.model)))
         console.print(f"[bold]{name}[/bold]: {STEPS[name][1]}")
         begun = time.perf_counter()
         outcome = step(name, ledger)(config, out / name)
@@ -50,7 +52,9 @@ def run(parsed: Namespace) -> int:
 
 def step(name: str, ledger: Ledger) -> Step:
     """What a step does; imported when it is taken."""
-    if name == "map":
+    if name == "proxy":
+        from megatron_rlzero.align.proxy import proxy as chosen
+    elif name == "map":
         from megatron_rlzero.align.map import map_modules as chosen
     elif name == "measure":
         from megatron_rlzero.align.measure import measure as chosen
@@ -63,6 +67,19 @@ def step(name: str, ledger: Ledger) -> Step:
     else:
         from megatron_rlzero.align.gradcheck import gradcheck as chosen
     return chosen
+
+
+def checked(ledger: Ledger, model: Path) -> Path:
+    """The model that the steps run: the proxy, or without one the model itself.
+
+    Raises:
+        ConfigError: it has no weights.
+    """
+    if ledger.passed("proxy"):
+        return Path(ledger.steps["proxy"]["values"]["model"])
+    if not any(model.glob("*.safetensors")):
+        raise ConfigError([f"MODEL = {model}: no *.safetensors in it; take the step proxy first, which makes some"])
+    return model
 
 
 def configuration(parsed: Namespace, out: Path) -> Config:
@@ -82,9 +99,9 @@ def configuration(parsed: Namespace, out: Path) -> Config:
         found = parse(file.name, [*given, *parsed.overrides])
     # of model and layout alone: there are neither prompts nor servers
     mine = ("model", "learner", "reduction_slices", "kernels", "rollout.tensor")
-    violations = [line for key, line in found.violations.items()]
-    violations = violations or [v for v in validate(found.config, starting=False) if v.startswith(mine)]
-    if violations := [v for v in violations if "tokenizer" not in v]:
+    violations = list(found.violations.values())
+    faults = validate(found.config, starting=False, weights=False)
+    if violations := violations or [fault for fault in faults if fault.startswith(mine)]:
         raise ConfigError(violations)
     return found.config
 

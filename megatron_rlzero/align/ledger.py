@@ -21,6 +21,7 @@ import megatron_rlzero.kernels as kernels
 FILE, REPORT = "alignment.json", "alignment.md"
 #: in their order: name -> its phase and the question that its gate answers
 STEPS = {
+    "proxy": ("Prepare the reference", "is there a model small enough to check here, that computes the same?"),
     "map": ("Prepare the reference", "does every operation that adds numbers up come from kernels/, on both sides?"),
     "measure": ("Prepare the reference", "how fast and how far apart are the two sides, with stock kernels and ours?"),
     "check": (

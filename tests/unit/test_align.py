@@ -1,17 +1,25 @@
 """What alignment keeps: gates that close when something changes, whole files, the profile that is accepted."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_rlzero import cli
-from megatron_rlzero.align import documents, ledger, profile
+from megatron_rlzero.align import documents, ledger, profile, proxy
 from megatron_rlzero.align.causes import UNKNOWN, causes
 from megatron_rlzero.align.ledger import Ledger, Outcome
 from megatron_rlzero.align.reference import Adam, Float64
 from megatron_rlzero.align.watch import Clock, Watch
+from megatron_rlzero.architectures import architecture
+from megatron_rlzero.config import Config
 from megatron_rlzero.kernels.norm import rms_norm
+from megatron_rlzero.validation import validate
+from tests.tiny import make_qwen3_moe
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -27,7 +35,8 @@ def test_the_command_has_every_step():
 
 def test_a_gate_is_of_the_files_as_they_were(tmp_path, model):
     kept = Ledger(tmp_path / "out", model, "")
-    assert kept.next() == "map"
+    assert kept.next() == "proxy"
+    kept.add("proxy", Outcome(True), 1.0)
     kept.add("map", Outcome(True, ["all ours"], {"Modules": [["module"], ["a"]]}), 1.0)
     again = Ledger(tmp_path / "out", model, "")
     assert again.passed("map") and again.next() == "measure"
@@ -144,3 +153,43 @@ def test_every_operator_of_a_family_has_causes():
     for hf in (hybrid, moe):
         assert all(causes(point.name) != UNKNOWN for point in architecture(hf).trace_points(hf))
     assert causes("something else") == UNKNOWN
+
+
+def neighbours(pattern):
+    return {pattern[i : i + 2] for i in range(len(pattern) - 1)}
+
+
+@pytest.mark.parametrize("example", ["qwen3_30b_a3b", "nemotron_omni"])
+def test_a_proxy_keeps_the_computation_of_a_published_model(tmp_path, example):
+    hf = json.loads((EXAMPLES / example / "config.json").read_text())
+    config = Config()
+    config.model.path = str(EXAMPLES / example)
+    found = proxy.proxy(config, tmp_path)
+    assert found.passed, found.lines
+    small = json.loads((tmp_path / "model" / "config.json").read_text())
+    changed = {name for name in hf if small[name] != hf[name]}
+    assert changed == found.values["reduced"].keys()
+    counts = {"hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
+    counts |= {"max_position_embeddings", "intermediate_size", "moe_intermediate_size", "bos_token_id", "eos_token_id"}
+    counts |= {"num_experts", "n_routed_experts", "moe_shared_expert_intermediate_size", "n_groups", "mamba_num_heads"}
+    assert changed <= counts | {"hybrid_override_pattern"}
+    ratio = lambda c: c["num_attention_heads"] / c["num_key_value_heads"]  # noqa: E731
+    assert ratio(small) == ratio(hf)
+    if "hybrid_override_pattern" in hf:
+        whole, part = hf["hybrid_override_pattern"], small["hybrid_override_pattern"]
+        assert part in whole
+        assert neighbours(part) == neighbours(whole)
+    config.model.path, config.model.dtype = found.values["model"], "bf16"
+    learner = config.learner
+    learner.world_size = learner.tensor_model_parallel_size = learner.expert_model_parallel_size = 2
+    faults = validate(config, starting=False, weights=False)
+    assert [fault for fault in faults if fault.startswith(("model", "learner", "reduction"))] == []
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert {n: tuple(t.shape) for n, t in tensors.items()} == architecture(small).tensors(small)
+
+
+def test_a_small_model_is_its_own_proxy(tmp_path):
+    config = Config()
+    config.model.path = str(make_qwen3_moe(tmp_path / "model"))
+    found = proxy.proxy(config, tmp_path / "out")
+    assert found.passed and found.values == {"model": config.model.path} and not (tmp_path / "out").exists()
