@@ -36,9 +36,9 @@ def run(parsed: Namespace) -> int:
         if name != "proxy":
             config.model.path = str(checked(ledger, Path(parsed.model)))
         console.print(f"[bold]{name}[/bold]: {STEPS[name][1]}")
-        begun = time.perf_counter()
+        begun, fingerprint = time.perf_counter(), ledger.fingerprint()
         outcome = step(name, ledger)(config, out / name)
-        ledger.add(name, outcome, time.perf_counter() - begun)
+        ledger.add(name, outcome, fingerprint, time.perf_counter() - begun)
         _show(console, outcome)
         if not outcome.passed:
             console.print(f"[bold red]{name}: not passed[/bold red]; {out / 'alignment.md'} has all of it")

@@ -66,10 +66,15 @@ class Ledger:
                 raise ValueError(f"--out = {directory}: it is of {kept['model']}; choose another directory")
             self.steps, self.accepted = kept["steps"], kept["accepted"]
 
-    def add(self, step: str, outcome: Outcome, seconds: float) -> None:
-        """Keeps an outcome in the place of an older one; both files are replaced as a whole."""
+    def add(self, step: str, outcome: Outcome, fingerprint: str, seconds: float) -> None:
+        """Keeps an outcome in the place of an older one; both files are replaced as a whole.
+
+        Args:
+            fingerprint: as it was when the step began.
+            seconds: that it took.
+        """
         self.steps[step] = vars(outcome) | {
-            "fingerprint": self.fingerprint(),
+            "fingerprint": fingerprint,
             "when": time.strftime("%Y-%m-%d %H:%M:%S"),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "seconds": round(seconds, 1),

@@ -36,8 +36,8 @@ def test_the_command_has_every_step():
 def test_a_gate_is_of_the_files_as_they_were(tmp_path, model):
     kept = Ledger(tmp_path / "out", model, "")
     assert kept.next() == "proxy"
-    kept.add("proxy", Outcome(True), 1.0)
-    kept.add("map", Outcome(True, ["all ours"], {"Modules": [["module"], ["a"]]}), 1.0)
+    kept.add("proxy", Outcome(True), kept.fingerprint(), 1.0)
+    kept.add("map", Outcome(True, ["all ours"], {"Modules": [["module"], ["a"]]}), kept.fingerprint(), 1.0)
     again = Ledger(tmp_path / "out", model, "")
     assert again.passed("map") and again.next() == "measure"
     assert "| map |" in (tmp_path / "out" / "alignment.md").read_text().replace(
@@ -54,19 +54,19 @@ def test_a_family_of_its_own_counts(tmp_path, model):
     family = tmp_path / "family.py"
     family.write_text("A = 1\n")
     kept = Ledger(tmp_path / "out", model, str(family))
-    kept.add("map", Outcome(True), 1.0)
+    kept.add("map", Outcome(True), kept.fingerprint(), 1.0)
     family.write_text("A = 2\n")
     assert not kept.passed("map")
 
 
 def test_a_profile_is_accepted_with_the_numerical_gates(tmp_path, model):
     kept = Ledger(tmp_path / "out", model, "")
-    kept.add("profile", Outcome(True, values={"ratios": {"engine": 2.0}}), 1.0)
-    kept.add("check", Outcome(True), 1.0)
-    kept.add("gradcheck", Outcome(False), 1.0)
+    kept.add("profile", Outcome(True, values={"ratios": {"engine": 2.0}}), kept.fingerprint(), 1.0)
+    kept.add("check", Outcome(True), kept.fingerprint(), 1.0)
+    kept.add("gradcheck", Outcome(False), kept.fingerprint(), 1.0)
     with pytest.raises(ValueError, match="gradcheck not passed"):
         kept.accept()
-    kept.add("gradcheck", Outcome(True), 1.0)
+    kept.add("gradcheck", Outcome(True), kept.fingerprint(), 1.0)
     assert kept.accept() == {"ratios": {"engine": 2.0}}
     assert Ledger(tmp_path / "out", model, "").accepted == {"ratios": {"engine": 2.0}}
     assert json.loads((tmp_path / "out" / "alignment.json").read_text())["steps"]["check"]["passed"]
