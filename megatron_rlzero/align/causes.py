@@ -5,7 +5,7 @@ from __future__ import annotations
 #: words in the operator's name -> causes; the first entry that fits is taken
 CAUSES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("router",), "ties decided otherwise, scores in another dtype, bias or groups left out, scaling of the scores"),
-    (("expert", "mlp.experts"), "weights of experts in another order or transposed, routed scaling, order of the sum"),
+    (("expert",), "weights of experts in another order or transposed, routed scaling, order of the sum"),
     (("shared",), "activation, a slice of the shared experts, their sum before or after the routed ones"),
     (("latent",), "order of the projections around the experts"),
     (("convolution", "scan", "mixer"), "gate before or after the norm, bound of the time step, softplus, A, D, groups"),

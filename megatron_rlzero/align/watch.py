@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,14 +39,14 @@ _python: dict[str, Callable] = {}
 
 def look_into_libraries() -> None:
     """Python functions registered from now on as operations are seen as what they call; before vLLM's import."""
-    register = torch.library.Library.impl
+    register = library.Library.impl
 
     def impl(self, name, function, *args, **kwargs):
         if isinstance(name, str) and callable(function):
             _python[f"{self.ns}::{name.split('::')[-1].split('.')[0]}"] = function
         return register(self, name, function, *args, **kwargs)
 
-    torch.library.Library.impl = impl
+    library.Library.impl = impl
 
 
 class Hooks:

@@ -40,9 +40,7 @@ def test_a_gate_is_of_the_files_as_they_were(tmp_path, model):
     kept.add("map", Outcome(True, ["all ours"], {"Modules": [["module"], ["a"]]}), kept.fingerprint(), 1.0)
     again = Ledger(tmp_path / "out", model, "")
     assert again.passed("map") and again.next() == "measure"
-    assert "| map |" in (tmp_path / "out" / "alignment.md").read_text().replace(
-        "| Prepare the reference | map |", "| map |"
-    )
+    assert "| Prepare the reference | map |" in (tmp_path / "out" / "alignment.md").read_text()
     (model / "config.json").write_text('{"hidden_size": 2}')
     assert not again.passed("map")
     assert "yes (of other files or code)" in again.report()
