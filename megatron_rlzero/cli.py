@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from megatron_rlzero.arguments import add_align, add_convert, port, positive
 
 if TYPE_CHECKING:
     from megatron_rlzero.config import Config
 
 #: exit code of a configuration that cannot run
 INVALID = 2
-#: see align/ledger.py
-ALIGN_STEPS = ("all", "proxy", "map", "measure", "check", "gradcheck", "profile", "accept")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,19 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--checkpoint", metavar="DIR", help="a run's version-N to begin with (default: model.path)")
     command = _add(commands, "serve", serve, "one rollout server, for rollout.urls of a run or to join one")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    command.add_argument("--port", type=_port, default=8000)
+    command.add_argument("--port", type=port, default=8000)
     command.add_argument("--join", metavar="NAME", help="take part in the run in run_dir under this name, at once")
     command = commands.add_parser("plot", help="write plot.png of a run: reward, KL, lag")
     command.add_argument("run_dir")
     command.set_defaults(run=plot)
-    _add_convert(commands)
-    _add_align(commands)
+    add_convert(commands, convert)
+    add_align(commands, align)
     command = commands.add_parser("theory", help="check what the importance weight promises, in numbers")
     command.add_argument("--plot", metavar="FILE", help="also draw the Gaussian model, as a PNG")
     command.set_defaults(run=theory)
     command = _add(commands, "estimate", estimate, "memory per rank and the refit's plan, from configurations alone")
-    command.add_argument("--device-memory-gib", type=_positive, default=80.0, help="of one device (default 80)")
-    command.add_argument("--bandwidth-gib-s", type=_positive, default=10.0, help="that one rank sends (default 10)")
+    command.add_argument("--device-memory-gib", type=positive, default=80.0, help="of one device (default 80)")
+    command.add_argument("--bandwidth-gib-s", type=positive, default=10.0, help="that one rank sends (default 10)")
     parsed, rest = parser.parse_known_args(arguments)
     # argparse takes no further positional after an option.
     if rest and (not hasattr(parsed, "overrides") or any(text.startswith("-") for text in rest)):
@@ -88,24 +87,6 @@ def _add(commands: argparse._SubParsersAction, name: str, run: Callable, text: s
     command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values that replace those of the file")
     command.set_defaults(run=run)
     return command
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: give a number above 0")
-    return value
-
-
-def _port(text: str) -> int:
-    """A port that nobody listens on."""
-    port = int(text)
-    if not 1 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{text}: give 1 to 65535")
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", port)) == 0:
-            raise argparse.ArgumentTypeError(f"{text}: another process listens on it; choose another")
-    return port
 
 
 def train(parsed: argparse.Namespace) -> int:
@@ -276,39 +257,11 @@ def theory(parsed: argparse.Namespace) -> int:
     return 0 if holds else 1
 
 
-def _add_align(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser(
-        "align", help="check a model's operators on both sides, step by step, each with a gate"
-    )
-    command.add_argument("step", choices=ALIGN_STEPS, help="all takes those that are not passed")
-    command.add_argument("model", help="Hugging Face directory")
-    command.add_argument("overrides", nargs="*", metavar="a.b=c", help="values of the configuration")
-    command.add_argument("--out", metavar="DIR", help="for alignment.json and its report (default runs/align/NAME)")
-    command.add_argument("--family", metavar="FILE", help="Python file that defines the model's family")
-    command.set_defaults(run=align)
-
-
 def align(parsed: argparse.Namespace) -> int:
     """Exit code 1 where a gate is not passed."""
     from megatron_rlzero.align.command import run
 
     return run(parsed)
-
-
-def _add_convert(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("convert", help="Hugging Face directory to Megatron distributed checkpoint, and back")
-    command.add_argument("source", help="Hugging Face directory, or Megatron distributed checkpoint")
-    command.add_argument("target", help="directory to make; it must not exist, or be empty")
-    command.add_argument("--to", required=True, choices=("megatron", "hf"))
-    for name in ("tensor-model", "pipeline-model", "expert-model", "expert-tensor"):
-        command.add_argument(f"--{name}-parallel-size", type=int, default=1, metavar="N", help="of --to megatron")
-    command.add_argument("--naming", choices=("hybrid", "gpt"), default="hybrid", help="of --to megatron")
-    command.add_argument("--config", metavar="DIR", help="of --to hf: directory with config and tokenizer files")
-    command.add_argument("--family", metavar="FILE", help="Python file that defines the model's family")
-    command.add_argument(
-        "--verify", action="store_true", help="compare log-probs with transformers, within 1e-4 in fp32"
-    )
-    command.set_defaults(run=convert)
 
 
 def convert(parsed: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rlzero import cli
+from megatron_rlzero import arguments
 from megatron_rlzero.align import documents, ledger, profile, proxy
 from megatron_rlzero.align.causes import UNKNOWN, causes
 from megatron_rlzero.align.ledger import Ledger, Outcome
@@ -30,7 +30,7 @@ def model(tmp_path):
 
 
 def test_the_command_has_every_step():
-    assert ("all", *ledger.STEPS, ledger.ACCEPT) == cli.ALIGN_STEPS
+    assert ("all", *ledger.STEPS, ledger.ACCEPT) == arguments.ALIGN_STEPS
 
 
 def test_a_gate_is_of_the_files_as_they_were(tmp_path, model):
